@@ -1,0 +1,1 @@
+"""The face: one subcommand a file, no maths."""

@@ -1,0 +1,55 @@
+"""What the process looks like before any command runs: streams, warnings, third-party chatter."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import logging
+import os
+import sys
+import warnings
+
+from kvtune.commands.errors import debugging
+
+_ASCII = {
+    "→": "->",
+    "←": "<-",
+    "×": "x",
+    "·": "*",
+    "…": "...",
+    "–": "-",
+    "—": "-",
+    "−": "-",
+    "Δ": "d",
+    "≤": "<=",
+    "≥": ">=",
+    "≈": "~",
+    "±": "+-",
+    "‖": "|",
+    "✓": "ok",
+    "✗": "x",
+}
+
+
+def prepare() -> None:
+    """Make the streams accept any text, and keep other people's warnings out of the user's terminal."""
+    codecs.register_error("kvtune", _spell_out)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="kvtune")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if debugging():
+        return
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _spell_out(error: UnicodeError) -> tuple[str, int]:
+    """Codec error handler: a character that the encoding lacks, in ASCII."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    missing = error.object[error.start : error.end]
+    return "".join(_ASCII.get(character, "?") for character in missing), error.end

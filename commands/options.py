@@ -1,0 +1,93 @@
+"""Options that mean the same in every command, and how their text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvtune.errors import InputError
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+QuietFlag = Annotated[bool, typer.Option("--quiet", "-q", help="Print only the path that was written.")]
+OutPath = Annotated[Path | None, typer.Option("--out", "-o", help="Folder (or file) to write.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything random.")]
+Device = Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, or auto.")]
+Layers = Annotated[str | None, typer.Option("--layers", help="Layers to use, like 0,5-8 (default: all).")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue what an interrupted run has left.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output that exists.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A policy parameter (repeatable).")
+]
+
+
+def parse_layers(text: str | None, n_layers: int) -> list[int]:
+    """Layers named by ``text`` (``0,5-8``; ``None``: all), ascending, each once.
+
+    Raises ``InputError`` where the text cannot be read or names a layer outside 0…n_layers-1.
+    """
+    if text is None:
+        return list(range(n_layers))
+    chosen: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = (piece.strip() for piece in part.partition("-"))
+        if not _is_index(first) or (dash and not _is_index(last)):
+            raise InputError(f"--layers cannot be read at '{part.strip()}'", "write it like 0,5-8")
+        low, high = int(first), int(last or first)
+        if low > high:
+            raise InputError(f"--layers {low}-{high} runs backwards", f"write {high}-{low}")
+        if high >= n_layers:
+            raise InputError(f"layer {high} is out of range", f"there are {n_layers}: 0-{n_layers - 1}")
+        chosen.update(range(low, high + 1))
+    return sorted(chosen)
+
+
+def parse_settings(pairs: Iterable[str] | None) -> dict[str, Any]:
+    """``["nprobe=4", "estimate=true"]`` as a mapping; integers, reals, true/false and none become such.
+
+    Raises ``InputError`` for text that is not ``key=value`` or a key given twice.
+    """
+    settings: dict[str, Any] = {}
+    for pair in pairs or ():
+        key, equals, value = (piece.strip() for piece in pair.partition("="))
+        if not equals or not key:
+            raise InputError(f"--set '{pair}' is not KEY=VALUE", "write it like --set sink=4")
+        if key in settings:
+            raise InputError(f"--set gives '{key}' twice")
+        settings[key] = _scalar(value)
+    return settings
+
+
+def parse_fractions(text: str, option: str) -> list[float]:
+    """Comma-separated fractions of (0, 1], ascending, each once.
+
+    Raises ``InputError`` for anything else, naming ``option`` (like ``--budgets``).
+    """
+    fractions: set[float] = set()
+    for part in text.split(","):
+        try:
+            value = float(part)
+        except ValueError:
+            raise InputError(f"{option} cannot be read at '{part.strip()}'", "write it like 0.02,0.05") from None
+        if not 0 < value <= 1:
+            raise InputError(f"{option}: {part.strip()} lies outside (0, 1]")
+        fractions.add(value)
+    return sorted(fractions)
+
+
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _scalar(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None, "null": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
