@@ -76,7 +76,9 @@ class V0Counts:
 
 
 def growth_counts(
-    retrieval: float = RETRIEVAL, estimation: float = ESTIMATION, tokens_per_centroid: int = TOKENS_PER_CENTROID
+    retrieval: float = RETRIEVAL,
+    estimation: float = ESTIMATION,
+    tokens_per_centroid: int = TOKENS_PER_CENTROID,
 ) -> Growth:
     """Clusters of one decode-made segment; the defaults give 64, of which 1 is retrieved, 15 estimated."""
     tokens = pages_per_cluster(tokens_per_centroid) * PAGE_TOKENS
@@ -106,7 +108,8 @@ def v1_counts(
 
     Raises ``InputError`` on a count below 1 or a fraction outside [0, 1].
     """
-    _check(context, retrieval, estimation, cache_ratio, tokens_per_centroid, segment_tokens)
+    _check_counts(context=context, tokens_per_centroid=tokens_per_centroid, segment_tokens=segment_tokens)
+    _check_fractions(retrieval=retrieval, estimation=estimation, cache_ratio=cache_ratio)
     n_segment = max(round(context / segment_tokens), 1)
     pages = pages_per_cluster(tokens_per_centroid)
     growth = growth_counts(retrieval, estimation, tokens_per_centroid)
@@ -153,7 +156,8 @@ def v0_counts(
     A context too short for one multiple of ``32 · n_segment`` clusters gets one multiple: the engine would
     compute zero clusters and fail. Raises ``InputError`` as :func:`v1_counts`.
     """
-    _check(context, retrieval, estimation, 0.0, tokens_per_centroid, segment_tokens)
+    _check_counts(context=context, tokens_per_centroid=tokens_per_centroid, segment_tokens=segment_tokens)
+    _check_fractions(retrieval=retrieval, estimation=estimation)
     n_segment = max(1, context // segment_tokens)
     factor = 32 * n_segment
     n_centroids = max(nearest_multiple(math.ceil(context / tokens_per_centroid), factor), factor)
@@ -177,25 +181,13 @@ def nearest_multiple(value: int, factor: int) -> int:
     return lower if value - lower <= lower + factor - value else lower + factor
 
 
-def _check(
-    context: int,
-    retrieval: float,
-    estimation: float,
-    cache_ratio: float,
-    tokens_per_centroid: int,
-    segment_tokens: int,
-) -> None:
-    for name, count in (
-        ("context length", context),
-        ("tokens per centroid", tokens_per_centroid),
-        ("segment size", segment_tokens),
-    ):
+def _check_counts(**counts: int) -> None:
+    for name, count in counts.items():
         if count < 1:
-            raise InputError(f"RetroInfer: the {name} must be at least 1, not {count}")
-    for name, fraction in (
-        ("retrieval budget", retrieval),
-        ("estimation budget", estimation),
-        ("cache ratio", cache_ratio),
-    ):
+            raise InputError(f"RetroInfer: {name} must be at least 1, not {count}")
+
+
+def _check_fractions(**fractions: float) -> None:
+    for name, fraction in fractions.items():
         if not 0 <= fraction <= 1:
-            raise InputError(f"RetroInfer: the {name} must lie in [0, 1], not {fraction}")
+            raise InputError(f"RetroInfer: {name} must lie in [0, 1], not {fraction}")

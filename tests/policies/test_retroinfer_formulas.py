@@ -27,7 +27,12 @@ GOLDEN = [
 def test_v1_golden_table(row):
     context, segments, centroids, nprobe, es, cache_default, cache_5, buffer_pages = row
     counts = v1_counts(context)
-    assert (counts.n_segment, counts.n_centroids, counts.nprobe, counts.es) == (segments, centroids, nprobe, es)
+    assert (counts.n_segment, counts.n_centroids, counts.nprobe, counts.es) == (
+        segments,
+        centroids,
+        nprobe,
+        es,
+    )
     assert counts.max_compute == nprobe + es
     assert counts.cache_clusters == cache_default
     assert counts.cache_pages == 2 * cache_default
@@ -117,11 +122,11 @@ def test_v1_invariants(context, retrieval, estimation, cache_ratio, tokens_per_c
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ({"context": 0}, "context length"),
-        ({"context": 10, "retrieval": 1.5}, "retrieval budget"),
-        ({"context": 10, "estimation": -0.1}, "estimation budget"),
-        ({"context": 10, "cache_ratio": float("nan")}, "cache ratio"),
-        ({"context": 10, "tokens_per_centroid": 0}, "tokens per centroid"),
+        ({"context": 0}, "context must"),
+        ({"context": 10, "retrieval": 1.5}, "retrieval must"),
+        ({"context": 10, "estimation": -0.1}, "estimation must"),
+        ({"context": 10, "cache_ratio": float("nan")}, "cache_ratio must"),
+        ({"context": 10, "tokens_per_centroid": 0}, "tokens_per_centroid must"),
     ],
 )
 def test_bad_numbers_are_refused(arguments, word):
