@@ -102,6 +102,6 @@ def group_sums(values: ArrayLike, groups: Sequence[int] | NDArray[np.int64]) -> 
     _, index = np.unique(np.asarray(groups), return_inverse=True)
     present = ~np.isnan(flat)
     size = int(index.max()) + 1 if len(index) else 0
-    sums = np.bincount(index[present], flat[present], size)
+    sums = np.bincount(index[present], flat[present], size).astype(np.float64)
     counts = np.bincount(index[present], minlength=size).astype(np.float64)
     return sums, counts

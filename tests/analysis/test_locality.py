@@ -19,7 +19,7 @@ from kvtune.analysis.locality import (
 from kvtune.attention import eligible
 
 
-def masked_scores(steps, heads, length, first, window=None, seed=0):
+def masked_scores(steps, heads, length, first, *, window=None, seed=0):
     """Random logits [T, Hq, N] of decode steps at positions first, first + 1, …"""
     generator = torch.Generator().manual_seed(seed)
     positions = torch.arange(first, first + steps)
@@ -28,10 +28,10 @@ def masked_scores(steps, heads, length, first, window=None, seed=0):
     return scores.masked_fill(~visible[:, None], -math.inf), positions
 
 
-def slow_overlap(scores, positions, earlier, later, k, window):
+def slow_overlap(scores, positions, pairs, k, window):
     """Rank both steps over the keys that both may see, one head at a time."""
     shares = []
-    for a, b in zip(earlier.tolist(), later.tolist()):
+    for a, b in zip(pairs[0].tolist(), pairs[1].tolist()):
         last = int(positions[a])
         first = 0 if window is None else max(0, int(positions[b]) - window + 1)
         row = []
@@ -54,12 +54,12 @@ def slow_overlap(scores, positions, earlier, later, k, window):
     window=st.sampled_from([None, 2, 5, 40]),
     seed=st.integers(0, 9),
 )
-def test_overlap_equals_the_slow_reference(steps, lag, k, first, window, seed):
-    scores, positions = masked_scores(steps, 2, first + steps, first, window, seed)
+def test_overlap_equals_the_slow_reference(*, steps, lag, k, first, window, seed):
+    scores, positions = masked_scores(steps, 2, first + steps, first, window=window, seed=seed)
     turns = torch.zeros(steps, dtype=torch.long)
     pairs = lag_pairs(turns, torch.arange(steps), lag)
     got = overlap(top_tokens(scores, k + lag), positions, pairs, k, window)
-    expected = slow_overlap(scores, positions, *pairs, k, window)
+    expected = slow_overlap(scores, positions, pairs, k, window)
     torch.testing.assert_close(got, expected, equal_nan=True)
     measured = got[~got.isnan()]
     assert bool(((measured >= 0) & (measured <= 1)).all())
