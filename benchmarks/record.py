@@ -18,7 +18,17 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 REQUIRED = ("name", "value", "unit", "peer", "peer_value", "ratio")
-PACKAGES = ("kvtune", "torch", "transformers", "numpy", "pyarrow", "numba", "triton", "faiss-cpu", "faiss-gpu")
+PACKAGES = (
+    "kvtune",
+    "torch",
+    "transformers",
+    "numpy",
+    "pyarrow",
+    "numba",
+    "triton",
+    "faiss-cpu",
+    "faiss-gpu",
+)
 
 
 def record(rows: list[dict[str, Any]], name: str) -> Path:
@@ -58,7 +68,9 @@ def table(rows: list[dict[str, Any]]) -> str:
             )
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines
+    )
 
 
 def best_seconds(body: Callable[[], object], repeats: int = 5) -> float:

@@ -1,0 +1,138 @@
+"""Vectors in Parquet: bit-for-bit tensors as ``FixedSizeBinary`` rows, written and read by row group.
+
+Neither way goes through a numpy dtype (numpy has no bfloat16): tensors are viewed as bytes. Files are
+memory-mapped; a row group's bytes go straight into the tensor that the caller made for them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvtune.errors import TraceError
+from kvtune.traces.integrity import damaged
+
+_DELTA = ("step", "position")
+
+
+def binary_array(vectors: Tensor) -> pa.FixedSizeBinaryArray:
+    """[n, d] of any dtype as n fixed-size binaries, sharing memory where the tensor allows it."""
+    n, dim = vectors.shape
+    width = dim * vectors.element_size()
+    raw = vectors.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), n, [None, pa.py_buffer(raw)])
+
+
+class VectorWriter:
+    """One Parquet file of vectors; each :meth:`write` is one row group."""
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        ids = [field.name for field in schema if field.type == pa.int32()]
+        self.schema = schema
+        self.rows = 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._writer = pq.ParquetWriter(
+            path,
+            schema,
+            compression="none",
+            use_dictionary=[name for name in ids if name not in _DELTA],
+            column_encoding={name: "DELTA_BINARY_PACKED" for name in ids if name in _DELTA},
+            write_statistics=ids,
+        )
+
+    def write(self, columns: dict[str, Any]) -> None:
+        """Append one row group: int32 arrays for ids, tensors [n, d] for vectors, in schema order."""
+        arrays = [
+            binary_array(column) if isinstance(column, Tensor) else pa.array(column, pa.int32())
+            for column in columns.values()
+        ]
+        table = pa.Table.from_arrays(arrays, schema=self.schema)
+        self._writer.write_table(table, row_group_size=max(len(table), 1))
+        self.rows += len(table)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class VectorFile:
+    """One Parquet file of vectors, memory-mapped.
+
+    ``schema`` is what the file must have: names, types, dtypes and the part, sample and layer it is of.
+    Raises ``TraceError`` naming the file wherever its content is not what a trace writes.
+    """
+
+    def __init__(self, path: Path, schema: pa.Schema) -> None:
+        self.path = path
+        with self._understanding():
+            self._file = pq.ParquetFile(path, memory_map=True)
+            if not self._file.schema_arrow.equals(schema, check_metadata=True):
+                raise damaged(path, "its columns are not those of this layer and sample")
+        self._columns = {name: column for column, name in enumerate(schema.names)}
+
+    @property
+    def n_groups(self) -> int:
+        return self._file.metadata.num_row_groups
+
+    def rows(self, group: int) -> int:
+        return self._file.metadata.row_group(group).num_rows
+
+    def groups_by(self, *names: str) -> dict[tuple[int, ...], list[int]]:
+        """Row groups by the value each of the id columns ``names`` has throughout the group."""
+        groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        with self._understanding():
+            for group in range(self.n_groups):
+                groups[tuple(self._constant(group, name) for name in names)].append(group)
+        return dict(groups)
+
+    def ids(self, group: int, *names: str) -> list[NDArray[np.int32]]:
+        """The id columns ``names`` of one row group, each [rows]."""
+        with self._understanding():
+            table = self._file.read_row_group(group, columns=list(names), use_threads=False)
+            return [table.column(name).to_numpy() for name in names]
+
+    def copy_into(self, out: Tensor, group: int, name: str) -> None:
+        """Copy the vectors ``name`` of one row group into ``out`` [rows, d], contiguous, bit for bit."""
+        target = out.view(torch.uint8).numpy()
+        with self._understanding():
+            column = self._file.read_row_group(group, columns=[name], use_threads=False).column(name)
+            if len(column) != len(target):
+                raise damaged(self.path, f"row group {group} holds {len(column)} rows, not {len(target)}")
+            row = 0
+            for chunk in column.chunks:
+                width = chunk.type.byte_width
+                data = np.frombuffer(chunk.buffers()[1], np.uint8, len(chunk) * width, chunk.offset * width)
+                target[row : row + len(chunk)] = data.reshape(len(chunk), width)
+                row += len(chunk)
+
+    def _constant(self, group: int, name: str) -> int:
+        statistics = self._file.metadata.row_group(group).column(self._columns[name]).statistics
+        if statistics is None or statistics.min != statistics.max:
+            raise damaged(self.path, f"row group {group} mixes several values of '{name}'")
+        return int(statistics.min)
+
+    @contextmanager
+    def _understanding(self) -> Iterator[None]:
+        try:
+            yield
+        except TraceError:
+            raise
+        except (
+            pa.ArrowException,
+            OSError,
+            ValueError,
+            KeyError,
+            IndexError,
+            TypeError,
+            OverflowError,
+        ) as error:
+            raise damaged(self.path, error) from error

@@ -1,0 +1,241 @@
+"""Timelines: root-to-leaf paths of a sample's segment tree, and their layers' keys, values and queries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvtune.errors import InputError
+from kvtune.geometry import LayerInfo
+from kvtune.traces.files import VectorFile
+from kvtune.traces.integrity import check_finite, damaged
+from kvtune.traces.schema import ANSWERS, Segment
+
+if TYPE_CHECKING:
+    from kvtune.traces.reader import Trace
+
+
+@dataclass(frozen=True)
+class Path:
+    """A root-to-leaf path: its segments, and which of them it shows the queries of."""
+
+    segments: tuple[Segment, ...]
+    asking: frozenset[int]
+
+
+def paths(segments: list[Segment]) -> Iterator[Path]:
+    """The paths of one sample, by ascending leaf.
+
+    Every path shows the queries of its context and questions. A ``generated`` segment's queries belong to
+    the first path through it, so that each decode query is met exactly once.
+    """
+    parents = {segment.parent for segment in segments}
+    taken: set[int] = set()
+    for leaf in segments:
+        if leaf.segment in parents:
+            continue
+        chain = [leaf]
+        while chain[-1].parent >= 0:
+            chain.append(segments[chain[-1].parent])
+        chain.reverse()
+        asking = {s.segment for s in chain if s.kind != "generated" or s.segment not in taken}
+        taken |= {s.segment for s in chain if s.kind == "generated"}
+        yield Path(tuple(chain), frozenset(asking))
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The tokens of one path, from the first context token to the last answer token.
+
+    ``index`` numbers the timelines of a sample; ``turns`` are those whose decode queries lie on this one.
+    A query at position p sees every key of the timeline at positions ≤ p, cut by its layer's window.
+    """
+
+    trace: Trace = field(repr=False)
+    sample: int
+    index: int
+    path: Path = field(repr=False)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        return self.path.segments
+
+    @property
+    def request(self) -> int:
+        return self.segments[-1].request
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        return tuple(s.turn for s in self.segments if s.kind == "generated" and s.segment in self.path.asking)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first answer: what an engine prefills."""
+        return next((s.start for s in self.segments if s.kind in ANSWERS), len(self))
+
+    def __len__(self) -> int:
+        """Tokens of the whole timeline."""
+        return self.segments[-1].stop
+
+    @cached_property
+    def token_ids(self) -> Tensor:
+        """[N] int64, the whole timeline."""
+        return torch.cat([self.trace.tokens(self.sample, s.segment) for s in self.segments])
+
+    def layer(self, layer: int) -> TimelineLayer:
+        """One layer's vectors. Raises ``InputError`` if the trace does not hold that layer."""
+        if layer not in self.trace.layers:
+            held = ", ".join(map(str, self.trace.layers))
+            raise InputError(f"the trace holds no layer {layer}", f"it holds: {held}")
+        return TimelineLayer(self, layer)
+
+
+@dataclass(frozen=True)
+class TimelineLayer:
+    """Vectors of one layer on one timeline, read when first asked for and kept while this object lives.
+
+    H is the trace's kv heads, Hq their query heads. Tensors are on the CPU, of the trace's dtype. Anything
+    read raises ``TraceError`` naming the file if that is damaged.
+    """
+
+    timeline: Timeline
+    layer: int
+
+    @property
+    def info(self) -> LayerInfo:
+        """The layer, reduced to the heads that the trace holds."""
+        return self.timeline.trace.layer_info(self.layer)
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[H, N, d]."""
+        return self._gather("key", self.info.head_dim)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """[H, N, dv]. Raises ``InputError`` if the trace was captured without values."""
+        if not self.timeline.trace.has_values:
+            raise InputError("this trace holds no values", "capture it without --no-values")
+        return self._gather("value", self.info.value_dim)
+
+    @cached_property
+    def key_positions(self) -> Tensor:
+        """[N] int64: 0…N-1, every token of a timeline has a key."""
+        return torch.arange(len(self.timeline))
+
+    @property
+    def queries(self) -> Tensor:
+        """[T, Hq, d], ascending in position."""
+        return self._asked[0]
+
+    @property
+    def query_positions(self) -> Tensor:
+        """[T] int64."""
+        return self._asked[1]
+
+    @property
+    def turns(self) -> Tensor:
+        """[T] int64."""
+        return self._asked[2]
+
+    @property
+    def steps(self) -> Tensor:
+        """[T] int64: decode step within the turn, -1 for prompt queries."""
+        return self._asked[3]
+
+    @property
+    def decode(self) -> Tensor:
+        """[T] bool: whether the query belongs to a decode step."""
+        return self.steps >= 0
+
+    @property
+    def phases(self) -> list[str]:
+        """[T] of 'prompt' | 'decode'."""
+        return ["decode" if decode else "prompt" for decode in self.decode.tolist()]
+
+    @property
+    def o_proj(self) -> Tensor | None:
+        """Output projection [hidden, Hq × dv] of the heads held, or ``None`` if it was not captured."""
+        return self.timeline.trace.o_proj(self.layer)
+
+    def check_finite(self) -> None:
+        """Raises ``TraceError`` naming sample, layer, head and position of a NaN or infinite key."""
+        check_finite(
+            self.keys,
+            sample=self.timeline.sample,
+            layer=self.layer,
+            heads=self.timeline.trace.kv_heads,
+            positions=self.key_positions,
+        )
+
+    def _gather(self, column: str, dim: int) -> Tensor:
+        trace = self.timeline.trace
+        file = trace.kv_file(self.timeline.sample, self.layer)
+        groups = file.groups_by("segment", "kv_head")
+        out = torch.empty(len(trace.kv_heads), len(self.timeline), dim, dtype=trace.dtype)
+        for segment in self.timeline.segments:
+            for row, head in enumerate(trace.kv_heads):
+                at = segment.start
+                for group in groups.get((segment.segment, head), []):
+                    rows = file.rows(group)
+                    if at + rows > segment.stop:
+                        break
+                    file.copy_into(out[row, at : at + rows], group, column)
+                    at += rows
+                if at != segment.stop:
+                    raise damaged(file.path, f"the rows of segment {segment.segment}, head {head} do not fit")
+        return out
+
+    @cached_property
+    def _asked(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, positions, turns, steps."""
+        file = self.timeline.trace.query_file(self.timeline.sample, self.layer)
+        groups = file.groups_by("segment")
+        chosen = [
+            group
+            for s in self.timeline.segments
+            if s.segment in self.timeline.path.asking
+            for group in groups.get((s.segment,), [])
+        ]
+        return _read_queries(file, chosen, self.info, self.timeline.trace.dtype)
+
+
+def _read_queries(
+    file: VectorFile, groups: list[int], info: LayerInfo, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads = info.n_heads
+    rows = [file.rows(group) for group in groups]
+    if any(count % heads for count in rows):
+        raise damaged(file.path, f"a row group does not hold {heads} heads per query")
+    queries = torch.empty(sum(rows) // heads, heads, info.head_dim, dtype=dtype)
+    columns = torch.empty(3, sum(rows) // heads, dtype=torch.int64)
+    at = 0
+    for group, count in zip(groups, rows):
+        steps = slice(at, at + count // heads)
+        file.copy_into(queries[steps].flatten(0, 1), group, "query")
+        for column, ids in zip(columns, file.ids(group, "position", "turn", "step")):
+            column[steps] = torch.from_numpy(ids[::heads].copy())
+        at = steps.stop
+    return queries, columns[0], columns[1], columns[2]
+
+
+def reduced(info: LayerInfo, kv_heads: tuple[int, ...]) -> LayerInfo:
+    """``info`` as if the layer had only ``kv_heads`` and their query heads."""
+    group = info.group
+    heads = [head * group + g for head in kv_heads for g in range(group)]
+
+    def per_head(numbers: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        return None if numbers is None else tuple(numbers[head] for head in heads)
+
+    return replace(
+        info,
+        n_heads=len(heads),
+        n_kv_heads=len(kv_heads),
+        sinks=per_head(info.sinks),
+        alibi=per_head(info.alibi),
+    )
