@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Annotated, Any
+from typing import Annotated
 
-import click
 import typer
-from typer.core import TyperGroup
 
 from kvtune import __version__
 from kvtune.commands.environment import prepare
@@ -18,7 +16,7 @@ from kvtune.commands.errors import FAILED, show
 from kvtune.errors import unknown
 
 # In the order of the work. Each is commands/<name>.py and holds either a function of that name or,
-# where there are subcommands, a Typer object `app`; it is imported when somebody asks for it.
+# where there are subcommands, a Typer object `app`.
 COMMANDS = (
     "capture",
     "analyze",
@@ -33,34 +31,23 @@ COMMANDS = (
 )
 
 
-class LazyGroup(TyperGroup):
-    """A group whose commands are imported on first use."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return load(cmd_name) if cmd_name in COMMANDS else None
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
-            raise unknown("command", args[0], COMMANDS)
-        return super().resolve_command(ctx, args)
-
-
-def load(name: str) -> click.Command:
-    """Import commands/<name>.py and make it a click command."""
-    module = import_module(f"kvtune.commands.{name}")
-    group: typer.Typer | None = getattr(module, "app", None)
-    if group is None:
-        group = typer.Typer(add_completion=False, rich_markup_mode=None)
-        group.command(name)(getattr(module, name))
-    command = typer.main.get_command(group)
-    command.name = name
-    return command
-
-
-app = typer.Typer(cls=LazyGroup, add_completion=False, rich_markup_mode=None, no_args_is_help=True)
+def build(names: Iterable[str]) -> typer.Typer:
+    """The program with only the commands ``names``: their modules, and no others, are imported."""
+    app = typer.Typer(
+        add_completion=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(kvtune)
+    for name in names:
+        module = import_module(f"kvtune.commands.{name}")
+        group: typer.Typer | None = getattr(module, "app", None)
+        if group is None:
+            app.command(name)(getattr(module, name))
+        else:
+            group.rich_markup_mode = None
+            app.add_typer(group, name=name, no_args_is_help=False)
+    return app
 
 
 def _version(wanted: bool) -> None:
@@ -69,10 +56,9 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def kvtune(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Measure, simulate and tune the KV cache of long-context LLMs, with evidence."""
@@ -82,15 +68,28 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code."""
     prepare()
     try:
-        result = typer.main.get_command(app).main(list(arguments), "kvtune", standalone_mode=False)
+        _dispatch(list(arguments) or ["--help"])
         sys.stdout.flush()
+    except typer.Exit as leaving:
+        return leaving.exit_code
     except BrokenPipeError:
-        # Whoever read our output has gone: nothing to say, and nowhere to say it.
+        # Whoever read our output has gone; Python would complain once more when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (Exception, KeyboardInterrupt) as error:
         return show(error, as_json="--json" in arguments)
-    return result if isinstance(result, int) else 0
+    return 0
+
+
+def _dispatch(arguments: list[str]) -> None:
+    name = arguments[0]
+    if not name.startswith("-") and name not in COMMANDS:
+        raise unknown("command", name, COMMANDS)
+    names = COMMANDS if name in ("-h", "--help") else [name] if name in COMMANDS else []
+    command = typer.main.get_command(build(names))
+    # Not command.main(): it would swallow an interruption with its notes.
+    with command.make_context("kvtune", arguments) as context:
+        command.invoke(context)
 
 
 def main() -> None:

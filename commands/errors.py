@@ -10,12 +10,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from click import Abort, ClickException, UsageError
+from typer import Abort
 
 from kvtune.errors import KvtuneError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+_WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,6 @@ def kept(describe: Callable[[], str]) -> Iterator[None]:
 
 def report(error: BaseException) -> Report:
     """The table. Notes added to an exception become its hint where it has no other."""
-    if isinstance(error, Abort) and error.__cause__ is not None:
-        error = error.__cause__
     message, hint, code = _row(error)
     notes = "; ".join(getattr(error, "__notes__", ()))
     return Report(message, hint or notes or None, code)
@@ -71,30 +71,33 @@ def _row(error: BaseException) -> tuple[str, str | None, int]:
             return error.message, error.hint, error.exit_code
         case KeyboardInterrupt() | Abort():
             return "interrupted", None, INTERRUPTED
-        case UsageError():
-            command = error.ctx.command_path if error.ctx else "kvtune"
-            return _sentence(error.format_message()), f"see '{command} --help'", BAD_INPUT
-        case ClickException():
-            return _sentence(error.format_message()), None, error.exit_code
         case ModuleNotFoundError():
             return f"the Python package '{error.name}' is missing", "run 'kvtune doctor'", FAILED
         case UnicodeDecodeError():
             return "a file that should be text is not UTF-8", None, BAD_INPUT
         case OSError():
             return _os_row(error)
+    if hasattr(error, "format_message"):
+        return _usage_row(error)
     if _out_of_memory(error):
-        return "out of memory", "use fewer layers (--layers) or a shorter context, or another --device", FAILED
+        return "out of memory", "use fewer layers (--layers), a shorter context or another --device", FAILED
     first_line = (str(error).strip().splitlines() or [""])[0]
-    message = f"unexpected {type(error).__name__}: {first_line}" if first_line else f"unexpected {type(error).__name__}"
+    message = f"unexpected {type(error).__name__}" + (f": {first_line}" if first_line else "")
     return message, "run it again with KVTUNE_DEBUG=1 to see the traceback", FAILED
+
+
+def _usage_row(error: Any) -> tuple[str, str | None, int]:
+    """Click's own errors, known by their shape: newer versions of Typer bring a copy of click."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "kvtune"
+    return _sentence(error.format_message()), f"see '{command} --help'", BAD_INPUT
 
 
 def _os_row(error: OSError) -> tuple[str, str | None, int]:
     where = f": {error.filename}" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"the disk is full{where}", None, FAILED
-    wrong_path = FileNotFoundError | PermissionError | IsADirectoryError | NotADirectoryError | FileExistsError
-    code = BAD_INPUT if isinstance(error, wrong_path) else FAILED
+    code = BAD_INPUT if isinstance(error, _WRONG_PATH) else FAILED
     return f"{(error.strerror or type(error).__name__).lower()}{where}", None, code
 
 

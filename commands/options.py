@@ -70,7 +70,8 @@ def parse_fractions(text: str, option: str) -> list[float]:
         try:
             value = float(part)
         except ValueError:
-            raise InputError(f"{option} cannot be read at '{part.strip()}'", "write it like 0.02,0.05") from None
+            message = f"{option} cannot be read at '{part.strip()}'"
+            raise InputError(message, "write it like 0.02,0.05") from None
         if not 0 < value <= 1:
             raise InputError(f"{option}: {part.strip()} lies outside (0, 1]")
         fractions.add(value)

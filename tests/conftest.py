@@ -1,0 +1,20 @@
+"""What every test shares: one thread a process, and a model cache of the suite's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before torch or numba is imported: results must not depend on the machine's cores.
+for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(variable, "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kvtune_cache(pytestconfig: pytest.Config) -> Path:
+    """The user cache (converted models), kept between runs of the suite and apart from the user's own."""
+    folder = Path(pytestconfig.cache.mkdir("kvtune"))
+    os.environ["KVTUNE_CACHE"] = str(folder)
+    return folder
