@@ -183,14 +183,14 @@ def access_log(
     trace: Trace,
     policy: Policy | Plan,
     layers: list[int] | None = None,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> AccessLog:
     """What ``policy`` asks of the cache on every unit of ``trace`` (windowed, dense layers: nothing)."""
     plan = as_plan(policy)
     layers = list(trace.layers) if layers is None else layers
     log = AccessLog(page_bytes=trace.geometry.layer(0).page_bytes)
     timelines = [timeline for sample in range(trace.n_samples) for timeline in trace.timelines(sample)]
-    with progress.task("selecting", len(timelines) * len(layers)) as task:
+    with (progress or silent).task("selecting", len(timelines) * len(layers)) as task:
         for timeline in timelines:
             for number in layers:
                 for head, unit in enumerate(_layer_accesses(plan, timeline, number)):
