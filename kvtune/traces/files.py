@@ -23,6 +23,16 @@ from kvtune.errors import TraceError
 from kvtune.traces.integrity import damaged
 
 _DELTA = ("step", "position")
+_NOT_UNDERSTOOD = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+)
+"""What pyarrow, or looking at what it returned, may raise on a damaged file."""
 
 
 def binary_array(vectors: Tensor) -> pa.FixedSizeBinaryArray:
@@ -38,6 +48,7 @@ class VectorWriter:
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         ids = [field.name for field in schema if field.type == pa.int32()]
+        self.path = path
         self.schema = schema
         self.rows = 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -89,9 +100,8 @@ class VectorFile:
     def groups_by(self, *names: str) -> dict[tuple[int, ...], list[int]]:
         """Row groups by the value each of the id columns ``names`` has throughout the group."""
         groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        with self._understanding():
-            for group in range(self.n_groups):
-                groups[tuple(self._constant(group, name) for name in names)].append(group)
+        for group in range(self.n_groups):
+            groups[tuple(self._constant(group, name) for name in names)].append(group)
         return dict(groups)
 
     def ids(self, group: int, *names: str) -> list[NDArray[np.int32]]:
@@ -114,11 +124,17 @@ class VectorFile:
                 target[row : row + len(chunk)] = data.reshape(len(chunk), width)
                 row += len(chunk)
 
+    def bounds(self, group: int, name: str) -> tuple[int, int]:
+        """The lowest and the highest value of the id column ``name`` in one row group."""
+        with self._understanding():
+            statistics = self._file.metadata.row_group(group).column(self._columns[name]).statistics
+            return int(statistics.min), int(statistics.max)
+
     def _constant(self, group: int, name: str) -> int:
-        statistics = self._file.metadata.row_group(group).column(self._columns[name]).statistics
-        if statistics is None or statistics.min != statistics.max:
+        low, high = self.bounds(group, name)
+        if low != high:
             raise damaged(self.path, f"row group {group} mixes several values of '{name}'")
-        return int(statistics.min)
+        return low
 
     @contextmanager
     def _understanding(self) -> Iterator[None]:
@@ -126,13 +142,5 @@ class VectorFile:
             yield
         except TraceError:
             raise
-        except (
-            pa.ArrowException,
-            OSError,
-            ValueError,
-            KeyError,
-            IndexError,
-            TypeError,
-            OverflowError,
-        ) as error:
+        except _NOT_UNDERSTOOD as error:
             raise damaged(self.path, error) from error

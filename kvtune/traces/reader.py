@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,16 +16,14 @@ from torch import Tensor
 from kvtune.errors import InputError, TraceError
 from kvtune.geometry import LayerInfo, ModelGeometry
 from kvtune.traces.files import VectorFile
-from kvtune.traces.integrity import check_file, check_size, check_sizes, damaged, load_manifest
+from kvtune.traces.integrity import check_file, check_size, damaged, load_manifest
 from kvtune.traces.schema import (
     DTYPES,
     MANIFEST,
     SAMPLES,
-    SAMPLES_SCHEMA,
     SEGMENTS,
-    SEGMENTS_SCHEMA,
+    TABLES,
     TOKENS,
-    TOKENS_SCHEMA,
     SampleRecord,
     Segment,
     kv_name,
@@ -36,7 +33,7 @@ from kvtune.traces.schema import (
     query_name,
     query_schema,
 )
-from kvtune.traces.timeline import Timeline, paths, reduced
+from kvtune.traces.timeline import Timeline, branches, reduced
 
 
 def open_trace(path: str | Path, verify: bool = False) -> Trace:
@@ -50,7 +47,8 @@ def open_trace(path: str | Path, verify: bool = False) -> Trace:
     manifest = load_manifest(path)
     if not manifest["complete"]:
         raise TraceError(f"the capture of '{path}' did not finish", "continue it: kvtune capture … --resume")
-    check_sizes(path, manifest)
+    for name, entry in manifest["files"].items():
+        check_size(path / name, entry)
     return Trace(path, manifest, verify)
 
 
@@ -65,9 +63,14 @@ class Trace:
             self.dtype = DTYPES[manifest["dtype"]]
         except (KeyError, TypeError) as error:
             raise damaged(path / MANIFEST, f"geometry or dtype not understood: {error}") from None
-        self.samples = [SampleRecord(**row) for row in self._table(SAMPLES, SAMPLES_SCHEMA).to_pylist()]
         self._verify = verify
         self._verified: set[str] = set()
+        tables = {name: self._table(name) for name in TABLES}
+        self.samples = [SampleRecord(**row) for row in tables[SAMPLES].to_pylist()]
+        self._segments: dict[int, list[Segment]] = defaultdict(list)
+        for row in tables[SEGMENTS].to_pylist():
+            self._segments[row["sample"]].append(Segment(**row))
+        self._tokens = torch.from_numpy(tables[TOKENS].column("token").to_numpy().copy())
 
     @property
     def model(self) -> str:
@@ -99,17 +102,19 @@ class Trace:
         """The segment tree of one sample, by id. Raises ``InputError`` if there is no such sample."""
         if not 0 <= sample < self.n_samples:
             raise InputError(f"the trace has no sample {sample}", f"it has samples 0…{self.n_samples - 1}")
-        return self._segments.get(sample, [])
+        return self._segments[sample]
 
-    def timelines(self, sample: int) -> Iterator[Timeline]:
+    def timelines(self, sample: int) -> list[Timeline]:
         """One timeline per request, plus one per turn whose answer was replaced by the reference."""
-        for index, path in enumerate(paths(self.segments(sample))):
-            yield Timeline(self, sample, index, path)
+        return [
+            Timeline(self, sample, index, branch)
+            for index, branch in enumerate(branches(self.segments(sample)))
+        ]
 
     def tokens(self, sample: int, segment: int) -> Tensor:
         """[length] int64, the tokens of one segment."""
         first, count = self._token_rows[sample, segment]
-        return self._tokens[first : first + count]
+        return self._tokens[first : first + count].to(torch.int64)
 
     def layer_info(self, layer: int) -> LayerInfo:
         """Layer ``layer`` reduced to the heads held, with the sinks and ALiBi slopes of the manifest."""
@@ -158,25 +163,13 @@ class Trace:
         except KeyError:
             raise damaged(self.path / MANIFEST, f"it does not list {name}") from None
 
-    def _table(self, name: str, schema: pa.Schema) -> pa.Table:
+    def _table(self, name: str) -> pa.Table:
         file, entry = self._file(name)
         check_file(file, entry)
         try:
-            return pq.read_table(file).cast(schema)
-        except (pa.ArrowException, OSError) as error:
+            return pq.ParquetFile(file).read().cast(TABLES[name])
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise damaged(file, error) from error
-
-    @cached_property
-    def _segments(self) -> dict[int, list[Segment]]:
-        by_sample: dict[int, list[Segment]] = defaultdict(list)
-        for row in self._table(SEGMENTS, SEGMENTS_SCHEMA).to_pylist():
-            by_sample[row["sample"]].append(Segment(**row))
-        return dict(by_sample)
-
-    @cached_property
-    def _tokens(self) -> Tensor:
-        column = self._table(TOKENS, TOKENS_SCHEMA).column("token").to_numpy()
-        return torch.from_numpy(column.copy()).to(torch.int64)
 
     @cached_property
     def _token_rows(self) -> dict[tuple[int, int], tuple[int, int]]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtune.geometry import ModelGeometry
 from kvtune.traces.files import VectorWriter
 from kvtune.traces.schema import (
     DTYPES,
@@ -23,8 +26,8 @@ from kvtune.traces.schema import (
     query_schema,
 )
 
-if TYPE_CHECKING:
-    from kvtune.traces.writer import TraceWriter
+Reporting = Callable[[str], AbstractContextManager[None]]
+"""Turns disk errors in its body into a ``RunError`` about what was being written."""
 
 
 @dataclass
@@ -35,8 +38,8 @@ class _Pending:
     segment: int = -1
     last: int = -1
     count: int = 0
-    parts: list[tuple[int, Tensor, Tensor, Tensor]] = field(default_factory=list)
-    """(turn, positions [t], steps [t], queries [t, Hq, d])"""
+    parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = field(default_factory=list)
+    """Positions, turns, steps (each [t]) and queries [t, Hq, d]."""
 
 
 class SampleWriter:
@@ -47,15 +50,17 @@ class SampleWriter:
     calls as is convenient. Tensors may be on any device; their dtype is the trace's.
     """
 
-    def __init__(self, index: int, folder: Path, trace: TraceWriter) -> None:
+    def __init__(
+        self, index: int, folder: Path, header: dict[str, Any], geometry: ModelGeometry, reporting: Reporting
+    ) -> None:
         self.index = index
         self.segments: list[Segment] = []
         self.records: list[SampleRecord] = []
         self.tokens: list[list[int]] = []
         self._folder = folder
-        self._trace = trace
-        header, geometry = trace.header, trace.geometry
-        self._dtype = DTYPES[header["dtype"]]
+        self._reporting = partial(reporting, f"sample {index}")
+        self._dtype_name: str = header["dtype"]
+        self._dtype = DTYPES[self._dtype_name]
         self._layers: list[int] = header["layers"]
         self._heads: list[int] = header["kv_heads"]
         self._dims = (geometry.head_dim, geometry.value_dim if header["values"] else 0)
@@ -64,8 +69,17 @@ class SampleWriter:
         self._kv: dict[int, VectorWriter] = {}
         self._kv_segments: dict[int, list[int]] = {layer: [] for layer in self._layers}
         self._queries: dict[int, _Pending] = {}
-        with trace.reporting(f"sample {index}"):
-            self._open()
+
+    def open(self) -> None:
+        """Make the sample's files, empty."""
+        head_dim, value_dim = self._dims
+        with self._reporting():
+            for layer in self._layers:
+                schema = kv_schema(self.index, layer, self._dtype_name, head_dim, value_dim or None)
+                self._kv[layer] = VectorWriter(self._folder / f"kv/layer={layer}.parquet", schema)
+                schema = query_schema(self.index, layer, self._dtype_name, head_dim)
+                file = VectorWriter(self._folder / f"queries/layer={layer}.parquet", schema)
+                self._queries[layer] = _Pending(file)
 
     def segment(
         self,
@@ -113,7 +127,7 @@ class SampleWriter:
             raise ValueError("this trace keeps no values")
         done.append(segment)
         per_group = max(1, ROW_GROUP_BYTES // (sum(self._dims) * self._dtype.itemsize))
-        with self._trace.reporting(f"sample {self.index}"):
+        with self._reporting():
             for row, head in enumerate(self._heads):
                 for a in range(0, owner.length, per_group):
                     b = min(a + per_group, owner.length)
@@ -136,7 +150,7 @@ class SampleWriter:
         turn: int,
         queries: Tensor,
     ) -> None:
-        """Queries [t, Hq, d] at ``positions`` [t]; ``steps`` [t] count the decode steps of a turn (-1: prompt).
+        """Queries [t, Hq, d] at ``positions`` [t]; ``steps`` [t] are a turn's decode steps (-1: prompt).
 
         Hq is the query heads of the kept kv heads, in order.
         """
@@ -150,7 +164,7 @@ class SampleWriter:
                 f"queries of layer {layer} must come by ascending segment: {segment} after {pending.segment}"
             )
         owner = self.segments[segment]
-        with self._trace.reporting(f"sample {self.index}"):
+        with self._reporting():
             if segment != pending.segment:
                 self._flush(pending)
                 pending.segment, pending.last = segment, owner.start - 1
@@ -165,7 +179,7 @@ class SampleWriter:
         self.records.append(SampleRecord(self.index, task, request, turn, reference, generated, score))
 
     def close(self) -> dict[str, int]:
-        """Complete the files; returns the rows of each. Raises ``ValueError`` if a segment's keys are missing."""
+        """Complete the files; returns the rows of each. Raises ``ValueError`` if a segment lacks its keys."""
         wanted = [segment.segment for segment in self.segments if segment.length]
         for layer, done in self._kv_segments.items():
             missing = sorted(set(wanted) - set(done))
@@ -184,19 +198,8 @@ class SampleWriter:
         for file in [*self._kv.values(), *(pending.file for pending in self._queries.values())]:
             try:
                 file.close()
-            except OSError:
+            except (OSError, pa.ArrowException):
                 continue
-
-    def _open(self) -> None:
-        dtype = self._trace.header["dtype"]
-        head_dim, value_dim = self._dims
-        for layer in self._layers:
-            schema = kv_schema(self.index, layer, dtype, head_dim, value_dim or None)
-            self._kv[layer] = VectorWriter(self._folder / f"kv/layer={layer}.parquet", schema)
-            schema = query_schema(self.index, layer, dtype, head_dim)
-            self._queries[layer] = _Pending(
-                VectorWriter(self._folder / f"queries/layer={layer}.parquet", schema)
-            )
 
     def _check(self, what: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
         if tuple(tensor.shape) != shape or tensor.dtype != self._dtype:
@@ -204,16 +207,14 @@ class SampleWriter:
                 f"{what} must be {list(shape)} {self._dtype}, not {list(tensor.shape)} {tensor.dtype}"
             )
 
-    def _buffer(
-        self, pending: _Pending, turn: int, at: NDArray[np.int32], step: NDArray[np.int32], queries: Tensor
-    ) -> None:
+    def _buffer(self, pending: _Pending, turn: int, at: Tensor, step: Tensor, queries: Tensor) -> None:
         """Queue queries and write each row group that fills: groups do not depend on how calls were cut."""
         per_group = max(1, ROW_GROUP_BYTES // (queries.shape[1] * queries.shape[2] * self._dtype.itemsize))
         a = 0
         while a < len(at):
             b = min(len(at), a + per_group - pending.count)
             part = queries[a:b].detach().to("cpu", copy=True)
-            pending.parts.append((turn, torch.from_numpy(at[a:b]), torch.from_numpy(step[a:b]), part))
+            pending.parts.append((at[a:b], torch.full_like(at[a:b], turn), step[a:b], part))
             pending.count += b - a
             pending.last = int(at[b - 1])
             if pending.count == per_group:
@@ -224,12 +225,11 @@ class SampleWriter:
         if not pending.parts:
             return
         heads = len(self._q_heads)
-        turns = np.concatenate([np.full(len(at), turn, np.int32) for turn, at, _, _ in pending.parts])
-        at, steps, queries = (torch.cat([part[i] for part in pending.parts]) for i in (1, 2, 3))
+        at, turns, steps, queries = (torch.cat(column) for column in zip(*pending.parts))
         pending.file.write(
             {
                 "segment": np.full(len(at) * heads, pending.segment, np.int32),
-                "turn": turns.repeat(heads),
+                "turn": turns.numpy().repeat(heads),
                 "step": steps.numpy().repeat(heads),
                 "position": at.numpy().repeat(heads),
                 "q_head": np.tile(self._q_heads, len(at)),
@@ -239,5 +239,5 @@ class SampleWriter:
         pending.parts, pending.count = [], 0
 
 
-def _int32(numbers: Sequence[int] | Tensor) -> NDArray[np.int32]:
-    return torch.as_tensor(numbers).detach().cpu().to(torch.int32).reshape(-1).numpy().copy()
+def _int32(numbers: Sequence[int] | Tensor) -> Tensor:
+    return torch.as_tensor(numbers).detach().to("cpu", torch.int32, copy=True).reshape(-1)

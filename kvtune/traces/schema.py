@@ -8,7 +8,7 @@ dtype and dimension in the field's metadata.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
@@ -67,32 +67,37 @@ class SampleRecord:
     score: float | None
 
 
-SAMPLES_SCHEMA = pa.schema(
-    [
-        pa.field("sample", pa.int32(), nullable=False),
-        pa.field("task", pa.string(), nullable=False),
-        pa.field("request", pa.int32(), nullable=False),
-        pa.field("turn", pa.int32(), nullable=False),
-        pa.field("reference", pa.string()),
-        pa.field("generated", pa.string(), nullable=False),
-        pa.field("score", pa.float64()),
-    ]
-)
-SEGMENTS_SCHEMA = pa.schema(
-    [
-        pa.field("sample", pa.int32(), nullable=False),
-        pa.field("segment", pa.int32(), nullable=False),
-        pa.field("request", pa.int32(), nullable=False),
-        pa.field("turn", pa.int32(), nullable=False),
-        pa.field("kind", pa.string(), nullable=False),
-        pa.field("parent", pa.int32(), nullable=False),
-        pa.field("start", pa.int64(), nullable=False),
-        pa.field("length", pa.int64(), nullable=False),
-    ]
-)
-TOKENS_SCHEMA = pa.schema(
-    [pa.field(name, pa.int32(), nullable=False) for name in ("sample", "segment", "position", "token")]
-)
+def _column(name: str, kind: pa.DataType, nullable: bool = False) -> pa.Field:
+    return pa.field(name, kind, nullable)
+
+
+TABLES = {
+    SAMPLES: pa.schema(
+        [
+            _column("sample", pa.int32()),
+            _column("task", pa.string()),
+            _column("request", pa.int32()),
+            _column("turn", pa.int32()),
+            _column("reference", pa.string(), nullable=True),
+            _column("generated", pa.string()),
+            _column("score", pa.float64(), nullable=True),
+        ]
+    ),
+    SEGMENTS: pa.schema(
+        [
+            _column("sample", pa.int32()),
+            _column("segment", pa.int32()),
+            _column("request", pa.int32()),
+            _column("turn", pa.int32()),
+            _column("kind", pa.string()),
+            _column("parent", pa.int32()),
+            _column("start", pa.int64()),
+            _column("length", pa.int64()),
+        ]
+    ),
+    TOKENS: pa.schema([_column(name, pa.int32()) for name in ("sample", "segment", "position", "token")]),
+}
+"""The tables over all samples: rows in order of sample, one row group per sample."""
 
 
 def kv_schema(sample: int, layer: int, dtype: str, head_dim: int, value_dim: int | None) -> pa.Schema:
@@ -110,7 +115,7 @@ def query_schema(sample: int, layer: int, dtype: str, head_dim: int) -> pa.Schem
 
 
 def projection_schema(layer: int, dtype: str, dim: int) -> pa.Schema:
-    """Rows of one layer's output projection: one row per output feature, ``dim`` = heads × value dimension."""
+    """Rows of one layer's output projection: a row per output feature, ``dim`` = heads × dv."""
     return pa.schema([_vectors("weight", dtype, dim)], metadata=_whose("o_proj", -1, layer))
 
 
@@ -126,13 +131,19 @@ def projection_name(layer: int) -> str:
     return f"o_proj/layer={layer}.parquet"
 
 
-def table_of(rows: list[Any], schema: pa.Schema) -> pa.Table:
-    """Dataclass rows as an Arrow table."""
-    return pa.Table.from_pylist([asdict(row) for row in rows], schema)
+def token_table(sample: int, segments: list[dict[str, Any]], tokens: list[list[int]]) -> pa.Table:
+    """The rows of ``TOKENS`` of one sample: its segments (as dicts) and the token ids of each."""
+    rows = [
+        (sample, segment["segment"], segment["start"] + offset, token)
+        for segment, ids in zip(segments, tokens)
+        for offset, token in enumerate(ids)
+    ]
+    columns = zip(*rows) if rows else ((),) * 4
+    return pa.table([pa.array(column, pa.int32()) for column in columns], schema=TABLES[TOKENS])
 
 
 def _ids(*names: str) -> list[pa.Field]:
-    return [pa.field(name, pa.int32(), nullable=False) for name in names]
+    return [_column(name, pa.int32()) for name in names]
 
 
 def _vectors(name: str, dtype: str, dim: int) -> pa.Field:

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Path:
-    """A root-to-leaf path: its segments, and which of them it shows the queries of."""
+class Branch:
+    """A root-to-leaf path: its segments, and the ids of those whose queries it shows."""
 
     segments: tuple[Segment, ...]
     asking: frozenset[int]
 
 
-def paths(segments: list[Segment]) -> Iterator[Path]:
+def branches(segments: list[Segment]) -> Iterator[Branch]:
     """The paths of one sample, by ascending leaf.
 
     Every path shows the queries of its context and questions. A ``generated`` segment's queries belong to
@@ -45,7 +45,7 @@ def paths(segments: list[Segment]) -> Iterator[Path]:
         chain.reverse()
         asking = {s.segment for s in chain if s.kind != "generated" or s.segment not in taken}
         taken |= {s.segment for s in chain if s.kind == "generated"}
-        yield Path(tuple(chain), frozenset(asking))
+        yield Branch(tuple(chain), frozenset(asking))
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Timeline:
     trace: Trace = field(repr=False)
     sample: int
     index: int
-    path: Path = field(repr=False)
+    branch: Branch = field(repr=False)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        return self.path.segments
+        return self.branch.segments
 
     @property
     def request(self) -> int:
@@ -71,7 +71,9 @@ class Timeline:
 
     @property
     def turns(self) -> tuple[int, ...]:
-        return tuple(s.turn for s in self.segments if s.kind == "generated" and s.segment in self.path.asking)
+        return tuple(
+            s.turn for s in self.segments if s.kind == "generated" and s.segment in self.branch.asking
+        )
 
     @property
     def prompt_length(self) -> int:
@@ -106,15 +108,24 @@ class TimelineLayer:
     timeline: Timeline
     layer: int
 
-    @property
+    @cached_property
     def info(self) -> LayerInfo:
         """The layer, reduced to the heads that the trace holds."""
         return self.timeline.trace.layer_info(self.layer)
 
     @cached_property
     def keys(self) -> Tensor:
-        """[H, N, d]."""
-        return self._gather("key", self.info.head_dim)
+        """[H, N, d], finite: raises ``TraceError`` naming layer, head and position of one that is not."""
+        keys = self._gather("key", self.info.head_dim)
+        trace = self.timeline.trace
+        check_finite(
+            keys,
+            sample=self.timeline.sample,
+            layer=self.layer,
+            heads=trace.kv_heads,
+            positions=self.key_positions,
+        )
+        return keys
 
     @cached_property
     def values(self) -> Tensor:
@@ -163,32 +174,27 @@ class TimelineLayer:
         """Output projection [hidden, Hq × dv] of the heads held, or ``None`` if it was not captured."""
         return self.timeline.trace.o_proj(self.layer)
 
-    def check_finite(self) -> None:
-        """Raises ``TraceError`` naming sample, layer, head and position of a NaN or infinite key."""
-        check_finite(
-            self.keys,
-            sample=self.timeline.sample,
-            layer=self.layer,
-            heads=self.timeline.trace.kv_heads,
-            positions=self.key_positions,
-        )
+    @cached_property
+    def _vectors(self) -> tuple[VectorFile, dict[tuple[int, ...], list[int]]]:
+        """The file of keys and values, and its row groups by (segment, kv head)."""
+        file = self.timeline.trace.kv_file(self.timeline.sample, self.layer)
+        return file, file.groups_by("segment", "kv_head")
 
     def _gather(self, column: str, dim: int) -> Tensor:
+        file, groups = self._vectors
         trace = self.timeline.trace
-        file = trace.kv_file(self.timeline.sample, self.layer)
-        groups = file.groups_by("segment", "kv_head")
         out = torch.empty(len(trace.kv_heads), len(self.timeline), dim, dtype=trace.dtype)
         for segment in self.timeline.segments:
             for row, head in enumerate(trace.kv_heads):
                 at = segment.start
                 for group in groups.get((segment.segment, head), []):
-                    rows = file.rows(group)
-                    if at + rows > segment.stop:
+                    stop = at + file.rows(group)
+                    if file.bounds(group, "position") != (at, stop - 1):
                         break
-                    file.copy_into(out[row, at : at + rows], group, column)
-                    at += rows
+                    file.copy_into(out[row, at:stop], group, column)
+                    at = stop
                 if at != segment.stop:
-                    raise damaged(file.path, f"the rows of segment {segment.segment}, head {head} do not fit")
+                    raise damaged(file.path, f"segment {segment.segment}, head {head} lacks position {at}")
         return out
 
     @cached_property
@@ -199,7 +205,7 @@ class TimelineLayer:
         chosen = [
             group
             for s in self.timeline.segments
-            if s.segment in self.timeline.path.asking
+            if s.segment in self.timeline.branch.asking
             for group in groups.get((s.segment,), [])
         ]
         return _read_queries(file, chosen, self.info, self.timeline.trace.dtype)
