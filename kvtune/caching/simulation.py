@@ -205,17 +205,23 @@ def _log_of_trace(
 
     chosen = get_policy(policy, settings) if isinstance(policy, str) else policy
     trace = open_trace(source) if isinstance(source, str | Path) else source
-    chosen_layers = None if layers is None else list(layers)
-    return access_log(trace, chosen, layers=chosen_layers, progress=progress)
+    wanted = list(trace.layers if layers is None else layers)
+    _require_layers(wanted, trace.layers, "trace")
+    return access_log(trace, chosen, layers=wanted, progress=progress)
 
 
 def _only_layers(log: AccessLog, layers: Sequence[int] | None) -> AccessLog:
     if layers is None:
         return log
-    missing = set(layers) - {layer for _, _, layer, _ in log.units}
+    _require_layers(layers, {layer for _, _, layer, _ in log.units}, "access log")
+    return AccessLog(log.page_bytes, {unit: accesses for unit, accesses in log if unit[2] in layers})
+
+
+def _require_layers(wanted: Iterable[int], present: Iterable[int], what: str) -> None:
+    missing = sorted(set(wanted) - set(present))
     if missing:
-        raise InputError(f"the access log has no layer {min(missing)}")
-    return AccessLog(log.page_bytes, {unit: a for unit, a in log if unit[2] in set(layers)})
+        held = ", ".join(str(layer) for layer in sorted(set(present)))
+        raise InputError(f"the {what} has no layer {missing[0]}", f"it has: {held}")
 
 
 def _replay(
