@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvtune.clustering import backends
+
 
 def members(assignment: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Token lists of all clusters.
@@ -30,8 +32,4 @@ def cluster_sums(values: Tensor, assignment: Tensor, n_centroids: int) -> Tensor
     values [H, N, dv] of any dtype, assignment [H, N] int64 in 0…C-1 → [H, C, dv] float32; an empty
     cluster's sum is zero.
     """
-    heads, _, width = values.shape
-    sums = torch.zeros(heads * n_centroids, width, dtype=torch.float32, device=values.device)
-    first = torch.arange(heads, device=values.device)[:, None] * n_centroids
-    sums.index_add_(0, (assignment + first).flatten(), values.float().flatten(0, 1))
-    return sums.view(heads, n_centroids, width)
+    return backends.of(values).cluster_sums(values.detach(), assignment, n_centroids)
