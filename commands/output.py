@@ -40,7 +40,7 @@ class Output:
         drawn = not quiet and self._err.is_terminal and not self._err.is_dumb_terminal
         self.progress: Progress = _Bars(self._err) if drawn else silent
 
-    def result(self, document: Mapping[str, Any], human: Callable[[Output], None]) -> None:
+    def result(self, document: Mapping[str, Any] | Sequence[Any], human: Callable[[Output], None]) -> None:
         """Print the command's result: the JSON document, or whatever ``human`` writes, or nothing."""
         if self.mode == "json":
             utf8 = (sys.stdout.encoding or "").lower().startswith("utf")

@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Before torch or numba is imported: results must not depend on the machine's cores.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
+
+# A slow machine is no failure.
+settings.register_profile("kvtune", deadline=None)
+settings.load_profile("kvtune")
 
 
 @pytest.fixture(scope="session", autouse=True)

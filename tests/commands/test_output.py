@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtune.commands.output import Output, bytes_text, cell, plain, seconds_text
@@ -73,10 +73,12 @@ def test_plain_turns_everything_into_json():
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
 )
 
 
-@given(st.dictionaries(st.text(), json_values))
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(), json_values, max_size=3))
 def test_plain_is_always_strict_json_and_stable(document):
     made = plain(document)
     assert json.loads(json.dumps(made, allow_nan=False)) == made
