@@ -127,6 +127,10 @@ class Policy(ABC):
     def prompt_window(self) -> int:
         return 0
 
+    def build_key(self) -> tuple[Any, ...]:
+        """What :meth:`build` and :meth:`append` depend on: policies that share it may share an index."""
+        return tuple(self.parameters().values())
+
     @abstractmethod
     def build(self, keys: Tensor, values: Tensor, prompt_queries: Tensor, layer: LayerInfo) -> Any:
         """Index the prompt of one layer.

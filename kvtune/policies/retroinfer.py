@@ -170,6 +170,11 @@ def pages_per_cluster(tokens_per_centroid: int) -> int:
     return max(round(tokens_per_centroid / PAGE_TOKENS), 1)
 
 
+def v0_pages_per_cluster(context: int, n_centroids: int, steady: int = SINK + LOCAL) -> int:
+    """Pages that v0 gives a cluster: the average size, rounded down to tokens and up to pages."""
+    return max(math.ceil((context - steady) // n_centroids / PAGE_TOKENS), 1)
+
+
 def indexed_at_prefill(context: int, steady: int = SINK + LOCAL) -> bool:
     """Whether the prompt gets an index: at least 1,024 tokens outside the steady zone."""
     return context >= steady + UPDATE_TOKENS

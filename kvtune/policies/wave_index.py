@@ -22,11 +22,12 @@ class WaveIndexState:
 
     clusters: centroids [H, C, d] and value sums [H, C, dv] at the model's precision, sizes [H, C]
     order [H, M]: token positions sorted by cluster; offsets [H, C + 1] into it
+    context: tokens of the prompt; sink: how many of them are sinks; prompt_end: where its clusters end
     tail_keys [H, n, d], tail_values [H, n, dv]: the dense tail, from position ``tail_start`` on
     """
 
     layer: LayerInfo
-    counts: retroinfer.V1Counts
+    context: int
     clusters: Clusters
     order: Tensor
     offsets: Tensor
@@ -90,8 +91,7 @@ class WaveIndex(Policy):
             self.estimate in ("budget", "all"), self, f"estimate is 'budget' or 'all', not '{self.estimate}'"
         )
 
-    def build_key(self) -> tuple[int, int, int, int]:
-        """What :meth:`build` depends on: policies that share it can share an index."""
+    def build_key(self) -> tuple[Any, ...]:
         return (self.tokens_per_centroid, self.segment, self.sink, self.local)
 
     def counts(self, context: int) -> retroinfer.V1Counts:
@@ -113,7 +113,7 @@ class WaveIndex(Policy):
         end = n - self.local if counts.n_centroids else sink
         index = WaveIndexState(
             layer=layer,
-            counts=counts,
+            context=n,
             clusters=Clusters(
                 keys.new_zeros(heads, 0, dim),
                 torch.zeros(heads, 0, dtype=torch.int64, device=keys.device),
@@ -136,9 +136,10 @@ class WaveIndex(Policy):
         index.tail_keys = torch.cat([index.tail_keys, keys], 1)
         index.tail_values = torch.cat([index.tail_values, values], 1)
         step = retroinfer.UPDATE_TOKENS
+        growth = self.counts(index.context).growth
         while index.tail_keys.shape[1] >= step + self.local:
             new = index.tail_keys[:, :step], index.tail_values[:, :step]
-            self._add(index, *new, index.tail_start, index.counts.growth.centroids, 1)
+            self._add(index, *new, index.tail_start, growth.centroids, 1)
             index.tail_start += step
             index.tail_keys, index.tail_values = index.tail_keys[:, step:], index.tail_values[:, step:]
 
@@ -166,7 +167,7 @@ class WaveIndex(Policy):
 
     def select(self, index: WaveIndexState, queries: Tensor, positions: Tensor) -> Selection:
         heads = queries.shape[1]
-        counts = index.counts
+        counts = self.counts(index.context)
         grown = self._grown(index, positions)
         tail = index.prompt_end + grown * retroinfer.UPDATE_TOKENS
         steady = per_head(steady_zone(positions, index.sink, tail, index.layer.window), heads)
@@ -178,13 +179,13 @@ class WaveIndex(Policy):
         ranked = self._rank(index, queries, visible)
         column = torch.arange(ranked.shape[2], device=ranked.device)
         probed = torch.where(column < nprobe[:, None, None], ranked, -1)[..., : int(nprobe.max())]
-        kept, pages, tokens, truncated = self._fill_buffer(index, probed, nprobe)
+        kept, pages, tokens, truncated = self._fill_buffer(index, counts, probed, nprobe)
         retrieved = cluster_tokens(kept, index.order, index.offsets)
         return Selection(
             positions=torch.cat([steady, retrieved], -1),
             scan_bytes=scan,
             resident=steady.shape[2],
-            estimated=self._estimated(index, ranked, nprobe, grown),
+            estimated=self._estimated(ranked, nprobe, counts.es + grown * counts.growth.es),
             clusters=index.clusters,
             blocks=kept,
             block_pages=pages,
@@ -213,25 +214,21 @@ class WaveIndex(Policy):
         return torch.where(torch.isinf(best) | torch.isnan(best), -1, ranked)
 
     def _fill_buffer(
-        self, index: WaveIndexState, probed: Tensor, nprobe: Tensor
+        self, index: WaveIndexState, counts: retroinfer.V1Counts, probed: Tensor, nprobe: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keep clusters in rank order while their pages fit the execution buffer; drop the rest."""
         sizes = torch.gather(index.clusters.sizes.expand(len(probed), -1, -1), 2, probed.clamp_min(0))
         sizes = torch.where(probed >= 0, sizes, 0)
         pages = (sizes + PAGE_TOKENS - 1) // PAGE_TOKENS
-        room = torch.maximum(torch.full_like(nprobe, index.counts.buffer_clusters), 4 * nprobe)
-        fits = pages.cumsum(-1) <= (room * index.counts.pages_per_cluster)[:, None, None]
+        room = torch.maximum(torch.full_like(nprobe, counts.buffer_clusters), 4 * nprobe)
+        fits = pages.cumsum(-1) <= (room * counts.pages_per_cluster)[:, None, None]
         kept = torch.where(fits & (probed >= 0), probed, -1)
         truncated = ((probed >= 0) & ~fits).sum(-1)
         return kept, torch.where(fits, pages, 0), torch.where(fits, sizes, 0), truncated
 
-    def _estimated(
-        self, index: WaveIndexState, ranked: Tensor, nprobe: Tensor, grown: Tensor
-    ) -> Tensor | None:
-        """The clusters after the first ``nprobe``: all of them, or the estimation budget's share."""
-        last = torch.full_like(nprobe, ranked.shape[2])
-        if self.estimate == "budget":
-            last = nprobe + index.counts.es + grown * index.counts.growth.es
+    def _estimated(self, ranked: Tensor, nprobe: Tensor, share: Tensor) -> Tensor | None:
+        """The clusters after the first ``nprobe``: all of them, or the next ``share``."""
+        last = nprobe + share if self.estimate == "budget" else torch.full_like(nprobe, ranked.shape[2])
         if int((last - nprobe).max()) <= 0:
             return None
         column = torch.arange(ranked.shape[2], device=ranked.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -73,22 +74,26 @@ def test_estimate_all_takes_every_cluster_left():
 
 
 def test_full_buffer_drops_clusters_for_good():
-    policy = get_policy("wave_index", {"retrieval": 0.9, "estimation": 0.0})
-    index, _, _ = built(policy, 2000, 1)
-    index.counts = policy.counts(2000)
-    roomy = policy.select(index, queries(1), torch.tensor([2000]))
-    assert int(roomy.truncated.sum()) == 0
-    # A tight buffer: one page per cluster, so that the pages outgrow 4·nprobe quickly.
-    index.counts = type(index.counts)(
-        **{**vars(index.counts), "pages_per_cluster": 1, "nprobe": 20, "buffer_clusters": 1}
-    )
+    """Clusters of 10 pages into a buffer of 4·nprobe = 80 pages: eight fit, twelve are dropped."""
+    policy = get_policy("wave_index", {"estimation": 0.0})
+    index, _, _ = built(policy, 2000)
+    counts = dataclasses.replace(policy.counts(2000), pages_per_cluster=1, buffer_clusters=1)
     index.clusters.sizes[:] = 8 * 10
-    index.offsets = torch.arange(index.clusters.sizes.shape[1] + 1).expand(HEADS, -1) * 0
-    kept, pages, _, truncated = policy._fill_buffer(
-        index, torch.arange(20).expand(1, HEADS, 20), torch.tensor([20])
-    )
-    assert int(pages.sum(-1).max()) == 80 and (kept >= 0).sum(-1).tolist() == [[8, 8]]
+    probed = torch.arange(20).expand(1, HEADS, 20)
+    kept, pages, tokens, truncated = policy._fill_buffer(index, counts, probed, torch.tensor([20]))
+    assert kept[0, 0].tolist() == [*range(8), *[-1] * 12]
+    assert pages[0, 0].tolist() == [10] * 8 + [0] * 12 and tokens[0, 0].tolist() == [80] * 8 + [0] * 12
     assert truncated.tolist() == [[12, 12]]
+
+
+def test_an_index_serves_every_budget_that_shares_its_build_key():
+    small, large = (get_policy("wave_index", {"retrieval": r}) for r in (0.01, 0.2))
+    assert small.build_key() == large.build_key()
+    index, _, _ = built(small, 2000, 1)
+    other, _, _ = built(large, 2000, 1)
+    shared = large.select(index, queries(1), torch.tensor([2000]))
+    own = large.select(other, queries(1), torch.tensor([2000]))
+    assert torch.equal(shared.positions, own.positions)
 
 
 @pytest.mark.parametrize("new", [UPDATE_TOKENS - 1, UPDATE_TOKENS, UPDATE_TOKENS + 1, 2 * UPDATE_TOKENS + 3])
