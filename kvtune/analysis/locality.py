@@ -92,19 +92,19 @@ def set_overlap(left: Tensor, right: Tensor) -> Tensor:
     return _count_common(left, right.masked_fill(right < 0, -2)) / (left >= 0).sum(-1)
 
 
-def working_set(top: Tensor, turns: Tensor, width: int) -> Tensor:
-    """Distinct tokens among the top tokens of ``width`` consecutive steps (Denning's working set), [B, Hq].
+def working_set(top: Tensor, turns: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Distinct tokens among the top tokens of ``width`` consecutive steps (Denning's working set).
 
-    top [T, Hq, k], -1 as padding; rows in step order. Each turn is cut into B blocks of ``width`` rows
-    that do not overlap; a shorter rest is left out.
+    top [T, Hq, k], -1 as padding; rows in step order. Each turn is cut into blocks of ``width`` rows that
+    do not overlap; a shorter rest is left out. → sizes [B, Hq], turns [B].
     """
-    blocks = []
+    blocks, owners = [top.new_zeros(0, width, *top.shape[1:])], [turns[:0]]
     for turn in turns.unique(sorted=True):
         rows = top[turns == turn]
         whole = len(rows) // width
         blocks.append(rows[: whole * width].view(whole, width, *rows.shape[1:]))
-    stacked = torch.cat(blocks) if blocks else top.new_zeros(0, width, *top.shape[1:])
-    flat = stacked.transpose(1, 2).flatten(2).sort(-1).values
+        owners.append(turn.repeat(whole))
+    flat = torch.cat(blocks).transpose(1, 2).flatten(2).sort(-1).values
     fresh = torch.ones_like(flat, dtype=torch.bool)
     fresh[..., 1:] = flat[..., 1:] != flat[..., :-1]
-    return (fresh & (flat >= 0)).sum(-1)
+    return (fresh & (flat >= 0)).sum(-1), torch.cat(owners)

@@ -134,7 +134,8 @@ def test_working_set_counts_distinct_tokens_of_whole_blocks_of_one_turn():
     top = torch.randint(0, 12, (11, 2, 3), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
     top[0, 0, 2] = -1
     turns = torch.tensor([0] * 7 + [1] * 4)
-    got = working_set(top, turns, 3)
+    got, owners = working_set(top, turns, 3)
+    assert owners.tolist() == [0, 0, 1]
     blocks = [[0, 1, 2], [3, 4, 5], [7, 8, 9]]
     expected = [
         [len({int(token) for row in block for token in top[row, head]} - {-1}) for head in range(2)]

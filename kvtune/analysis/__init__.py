@@ -1,0 +1,9 @@
+"""What a trace says: locality, concentration, and what a policy costs and loses."""
+
+from __future__ import annotations
+
+from kvtune.analysis.analyze import analyze
+from kvtune.analysis.evaluate import LayerEvaluation, access_log, evaluate, true_scores
+from kvtune.analysis.statistics import bootstrap_interval
+
+__all__ = ["LayerEvaluation", "access_log", "analyze", "bootstrap_interval", "evaluate", "true_scores"]

@@ -1,0 +1,130 @@
+"""``analyze``: what a trace says about attention's locality and concentration, and about one policy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvtune.analysis.document import analysis_document
+from kvtune.analysis.locality import LAGS
+from kvtune.analysis.measure import (
+    TOP_K,
+    LayerRanking,
+    measure_attention,
+    measure_neighbour,
+    measure_policy,
+)
+from kvtune.analysis.output import check_out, write_analysis
+from kvtune.analysis.summary import Summary
+from kvtune.analysis.tidy import TidyTable
+from kvtune.errors import InputError
+from kvtune.policies import Policy, get_policy
+from kvtune.policies.plan import Plan, as_plan
+from kvtune.progress import Progress, silent
+from kvtune.traces import Timeline, TimelineLayer, Trace, check_finite, open_trace
+
+DEFAULT_POLICY = "wave_index"
+
+
+def analyze(
+    trace: Trace | str | Path,
+    policy: Policy | Plan | str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    layers: Iterable[int] | None = None,
+    *,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Measure a trace: locality and concentration of attention, and what ``policy`` costs and loses.
+
+    ``policy`` is a policy, a plan, or a name (default ``wave_index``) with ``settings``; ``layers`` default
+    to all in the trace. All decode steps of all samples are measured; a trace without values gives no
+    policy measures. With ``out``, that folder receives ``summary.json``, ``metrics.parquet`` and
+    ``report.html``; ``overwrite`` replaces those three there.
+
+    Returns the document of ``summary.json``: the measures of
+    :func:`~kvtune.analysis.summary.measures`, bytes per step, ``layers`` (the same per layer), ``claims``
+    and provenance. Numbers are NaN where nothing could be measured. ``seed`` drives the bootstrap.
+
+    Raises ``InputError`` for unknown policies, parameters or layers and an ``out`` that exists,
+    ``TraceError`` for a damaged trace and for NaN or infinite keys (sample, layer, head, position).
+    """
+    started = time.perf_counter()
+    plan = _plan(policy, settings)
+    trace = trace if isinstance(trace, Trace) else open_trace(trace, verify=True)
+    chosen = _layers(trace, layers)
+    if out is not None:
+        check_out(Path(out), overwrite)
+    summary, tidy = Summary(seed), TidyTable(trace.kv_heads, trace.geometry.group)
+    timelines = [timeline for sample in range(trace.n_samples) for timeline in trace.timelines(sample)]
+    with (progress or silent).task("analyzing", len(timelines) * len(chosen)) as task:
+        for timeline in timelines:
+            below: LayerRanking | None = None
+            for number in chosen:
+                below = _measure(timeline, number, plan, below, (summary, tidy))
+                task.advance(note=f"sample {timeline.sample}, layer {number}")
+    if not summary.layers:
+        raise InputError(
+            f"the trace '{trace.path}' holds no decode steps", "capture it with --decode 1 or more"
+        )
+    document = analysis_document(trace, plan, summary, timelines)
+    document["seed"], document["seconds"] = seed, round(time.perf_counter() - started, 3)
+    if out is not None:
+        write_analysis(Path(out), document, tidy.table())
+    return document
+
+
+def _plan(policy: Policy | Plan | str | None, settings: Mapping[str, Any] | None) -> Plan:
+    if policy is None or isinstance(policy, str):
+        return as_plan(get_policy(policy or DEFAULT_POLICY, settings))
+    if settings:
+        raise InputError("settings go with a policy's name, not with a policy that is already built")
+    return as_plan(policy)
+
+
+def _layers(trace: Trace, layers: Iterable[int] | None) -> list[int]:
+    if layers is None:
+        return list(trace.layers)
+    chosen = sorted(set(layers))
+    missing = [number for number in chosen if number not in trace.layers]
+    if missing or not chosen:
+        held = ", ".join(map(str, trace.layers))
+        what = f"layer {missing[0]} is not in the trace" if missing else "no layer is chosen"
+        raise InputError(what, f"it holds: {held}")
+    return chosen
+
+
+def _measure(
+    timeline: Timeline,
+    number: int,
+    plan: Plan,
+    below: LayerRanking | None,
+    sinks: tuple[Summary, TidyTable],
+) -> LayerRanking:
+    """Measure one layer of one timeline into ``sinks``; its ranking serves the layer above."""
+    layer = timeline.layer(number)
+    _check_vectors(layer)
+    ranking = measure_attention(layer, timeline.prompt_length, TOP_K, LAGS)
+    found = ranking.observations + measure_neighbour(below, ranking, layer)
+    if timeline.trace.has_values:
+        found += measure_policy(layer, timeline.prompt_length, plan.for_layer(layer.info))
+    if found:
+        summary, tidy = sinks
+        summary.add(timeline.sample, number, found)
+        tidy.add(timeline.sample, timeline.index, number, found)
+    return ranking
+
+
+def _check_vectors(layer: TimelineLayer) -> None:
+    """Refuse NaN and infinite queries and values (keys are checked where they are read)."""
+    trace, group = layer.timeline.trace, layer.info.group
+    query_heads = [head * group + place for head in trace.kv_heads for place in range(group)]
+    place = {"sample": layer.timeline.sample, "layer": layer.layer}
+    by_head = layer.queries.transpose(0, 1)
+    check_finite(by_head, **place, heads=query_heads, positions=layer.query_positions, what="query")
+    if trace.has_values:
+        check_finite(layer.values, **place, heads=trace.kv_heads, positions=layer.key_positions, what="value")

@@ -1,0 +1,206 @@
+"""The report of an analysis: one self-contained HTML page that a stranger can read without a network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+import pyarrow as pa
+
+from kvtune.analysis.figures import concentration_figures, locality_figures, policy_figures
+from kvtune.analysis.page import Html, bullets, page, section, table
+from kvtune.analysis.text import MISSING, number, percent, size
+
+Document = Mapping[str, Any]
+
+
+def render_report(document: Document, metrics: pa.Table) -> str:
+    """The page for an analysis document and its tidy table."""
+    title = f"Attention and KV cache of {document['model']}"
+    policy = document["policy"]
+    named = f"{policy['title']} ({_settings(policy)})"
+    policy_plots = policy_figures(document, metrics)
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="sub">{escape(_subtitle(document))}</p>',
+        bullets(findings(document)),
+        f"<p>{escape(_HOW_TO_READ)}</p>",
+        "<h2>Summary</h2>",
+        _summary_table(document),
+        _claims_table(document),
+        section("Do decode steps repeat themselves?", _LOCALITY, locality_figures(document, metrics)),
+        section(
+            "How many tokens does attention need?", _CONCENTRATION, concentration_figures(document, metrics)
+        ),
+        section(f"What {policy['name']} costs and loses", f"{_POLICY} Here: {named}.", policy_plots),
+        _layer_table(document),
+        _provenance(document),
+    ]
+    return page(title, "\n".join(part for part in parts if part))
+
+
+_HOW_TO_READ = (
+    "While a model writes its answer token by token, every step compares one query with the keys of all "
+    "tokens before it and mixes their values by softmax weight. A KV-cache policy reads only some of those "
+    "tokens. This page shows, on recorded queries and keys of a real run, how alike the steps are, how few "
+    "tokens carry the weight, and what is lost when a policy picks the tokens. Every plot's title says what "
+    "it shows; point at a mark to read its value."
+)
+_LOCALITY = (
+    "If a step asks for nearly the same tokens as the step before, a small cache on the GPU serves most of "
+    "them. Two steps are always compared over the tokens that both may see, within one answer."
+)
+_CONCENTRATION = (
+    "If a few tokens hold nearly all of the softmax weight, reading only those costs little quality. Layers "
+    "and heads differ widely: one budget for all of them is rarely the best."
+)
+_POLICY = (
+    "The policy chooses tokens for every recorded step; its output is compared with full attention over the "
+    "same keys."
+)
+
+
+def findings(document: Document) -> list[str]:
+    """The analysis in a few sentences."""
+    found = []
+    near, overlap = document["query_cosine"].get("lag1"), document["overlap_at_100"].get("lag1")
+    if near and overlap:
+        found.append(
+            f"Neighbouring decode steps: their queries have a mean cosine of {near['mean']:.2f} and share "
+            f"{percent(overlap['mean'])} of their 100 top tokens (chance: {percent(overlap['chance'])})."
+        )
+    visible, needed = document["visible_tokens"], document["tokens_for_mass"]
+    found.append(
+        f"Of {number(visible)} visible tokens, {number(needed['90'])} hold 90% of the attention mass, "
+        f"{number(needed['95'])} hold 95%, {number(needed['99'])} hold 99% (mean over heads, layers, steps)."
+    )
+    error, mass = document["output_error"], document["attention_mass"]
+    if not math.isnan(error["mean"]):
+        share = document["read_bytes_per_step"] / document["full_read_bytes_per_step"]
+        found.append(
+            f"{document['policy']['name']} reads {percent(share)} of full attention's bytes per step, "
+            f"attends {number(document['effective_tokens'])} tokens exactly and holds "
+            f"{percent(mass['mean'])} of the mass; its output is off by {number(error['mean'])} on average, "
+            f"by {number(error['p95'])} at the 95th percentile (relative to the exact output)."
+        )
+    if overlap and overlap["chance"] > 0.5:
+        found.append(
+            "These contexts are so short that 100 tokens are most of them: overlap and recall say little."
+        )
+    return found
+
+
+def summary_rows(document: Document) -> list[tuple[str, str, str, str]]:
+    """Measure, value, 95% interval, what it means."""
+    error, mass = document["output_error"], document["attention_mass"]
+    near, overlap = document["query_cosine"].get("lag1", {}), document["overlap_at_100"].get("lag1", {})
+    recall = document["recall_at_100"]
+    read, full = document["read_bytes_per_step"], document["full_read_bytes_per_step"]
+    rows = [
+        ("Query cosine, neighbouring steps", number(near.get("mean")), _interval(near, number),
+         "1: the next step asks exactly the same"),
+        ("Overlap@100, neighbouring steps", percent(overlap.get("mean")), _interval(overlap, percent),
+         "share of the top 100 tokens in common"),
+        ("Entropy of attention", number(document["entropy"]["mean"]), _interval(document["entropy"], number),
+         "nats; its exponential is the number of tokens attended evenly"),
+        ("Tokens for 90 / 95 / 99% of the mass",
+         " / ".join(number(document["tokens_for_mass"][share]) for share in ("90", "95", "99")), MISSING,
+         f"of {number(document['visible_tokens'])} visible tokens"),
+        ("Attention mass held", percent(mass["mean"]), _interval(mass, percent),
+         "softmax weight of the tokens attended exactly"),
+        ("Output error", number(error["mean"]), _interval(error, number),
+         f"relative to full attention; median {number(error['p50'])}, p95 {number(error['p95'])}"),
+        ("Index recall@100", percent(recall["index"]), MISSING, "top tokens found outside the steady zone"),
+        ("Attention recall@100", percent(recall["attention"]), MISSING, "top tokens found among all"),
+        ("Effective tokens", number(document["effective_tokens"]), MISSING,
+         "attended exactly per step and KV head, page rounding included"),
+        ("Bytes read per step", size(read), MISSING,
+         f"from device memory, all layers and KV heads measured; full attention: {size(full)}"),
+    ]  # fmt: skip
+    return [row for row in rows if row[1] != MISSING]
+
+
+def _summary_table(document: Document) -> str:
+    rows = summary_rows(document)
+    if all(row[2] == MISSING for row in rows):
+        shown = table(["measure", "value", "what it means"], [(r[0], r[1], r[3]) for r in rows], [1])
+        return shown + '<p class="small">Fewer than five samples: no intervals.</p>'
+    return table(["measure", "value", "95% interval", "what it means"], rows, [1, 2])
+
+
+def _claims_table(document: Document) -> str:
+    verdicts = {
+        True: Html('<span class="yes">holds here</span>'),
+        False: Html('<span class="no">does not hold here</span>'),
+        None: Html('<span class="open">cannot tell from this trace</span>'),
+    }
+    rows = [(c["claim"], c["measured"], verdicts[c["holds"]], c["source"]) for c in document["claims"]]
+    if not rows:
+        return ""
+    return "<h2>Claims from the literature</h2>" + table(["claim", "measured", "verdict", "source"], rows)
+
+
+def _layer_table(document: Document) -> str:
+    columns = ["layer", "policy", "cosine", "overlap@100", "tokens 95%", "mass held", "error", "error p95",
+               "index recall", "effective tokens", "bytes per step"]  # fmt: skip
+    rows = []
+    for entry in document["layers"]:
+        rows.append([
+            str(entry["layer"]),
+            entry["policy"],
+            number(entry["query_cosine"].get("lag1", {}).get("mean")),
+            percent(entry["overlap_at_100"].get("lag1", {}).get("mean")),
+            number(entry["tokens_for_mass"]["95"]),
+            percent(entry["attention_mass"]["mean"]),
+            number(entry["output_error"]["mean"]),
+            number(entry["output_error"]["p95"]),
+            percent(entry["recall_at_100"]["index"]),
+            number(entry["effective_tokens"]),
+            size(entry["read_bytes_per_step"]),
+        ])  # fmt: skip
+    shown = table(columns, rows, [0, *range(2, len(columns))])
+    return f"<h2>Layer by layer</h2><details open><summary>All layers as numbers</summary>{shown}</details>"
+
+
+def _provenance(document: Document) -> str:
+    origin, policy = document["provenance"], document["policy"]
+    capture = ", ".join(f"{key} {value}" for key, value in origin["capture"].items())
+    rows = [
+        ("Trace", document["trace"]),
+        ("Model", f"{document['model']}, fingerprint {origin['fingerprint']}"),
+        ("Capture", capture or MISSING),
+        ("Policy", f"{policy['name']}: {_settings(policy)} ({policy['source']})"),
+        ("Intervals", f"95% percentile bootstrap over samples (2,000 resamples, seed {document['seed']})"),
+        ("Made with", f"kvtune {origin['kvtune']}, torch {origin['torch']}, Python {origin['python']}, "
+                      f"{origin['machine']}; {origin['created']}"),
+        ("Files beside it", "summary.json (all numbers), metrics.parquet (by sample, turn, layer, head)"),
+    ]  # fmt: skip
+    return "<h2>Where this comes from</h2>" + table(["", ""], rows)
+
+
+def _subtitle(document: Document) -> str:
+    context, heads = document["context_tokens"], document["heads"]
+    length = number(float(context["min"]))
+    if context["max"] != context["min"]:
+        length += f" to {number(float(context['max']))}"
+    scores = ", ".join(f"{task} {percent(score)}" for task, score in document["score"].items())
+    return (
+        f"{_count(document['samples'], 'sample')} · prompts of {length} tokens · "
+        f"{document['decode_steps']:,} decode steps · {_count(len(document['layers']), 'layer')} × "
+        f"{_count(heads['query'], 'query head')} ({_count(heads['kv'], 'KV head')})"
+        + (f" · score of the answers: {scores}" if scores else "")
+    )
+
+
+def _settings(policy: Document) -> str:
+    return ", ".join(f"{key}={value}" for key, value in policy["parameters"].items()) or "no parameters"
+
+
+def _interval(entry: Document, show: Any) -> str:
+    return f"{show(entry['low'])} to {show(entry['high'])}" if "low" in entry else MISSING
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
