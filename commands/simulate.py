@@ -23,15 +23,7 @@ from kvtune.commands.output import Output, bytes_text
 if TYPE_CHECKING:
     from kvtune.caching import CacheResult
 
-_COLUMNS = (
-    "budget",
-    "slots",
-    "page hits",
-    "request hits",
-    "token hits",
-    "page hits, warm",
-    "transfer a step",
-)
+_COLUMNS = ("budget", "slots", "page", "request", "token", "warm page", "transfer/step")
 
 
 def simulate(
@@ -77,7 +69,7 @@ def simulate(
 
 def _human(output: Output, document: dict[str, Any], curve: list[CacheResult]) -> None:
     output.line(f"{document['cache']['title']} under {document['policy']['name']}, {document['units']} units")
-    output.table(_COLUMNS, [_row(result) for result in curve])
+    output.table(_COLUMNS, [_row(result) for result in curve], title="hit ratio by cache budget")
     last = curve[-1]
     if not last.tally.accesses.any():
         output.line("The policy asks nothing of a cache here: every token it reads is resident.")
