@@ -1,0 +1,16 @@
+"""Exporters: one file an engine, one row of the registry an engine version."""
+
+from __future__ import annotations
+
+from kvtune.profiles.exporters.base import MANIFEST, Export, NotExpressible
+from kvtune.profiles.exporters.registry import engines, export_profile, get_exporter, write_export
+
+__all__ = [
+    "MANIFEST",
+    "Export",
+    "NotExpressible",
+    "engines",
+    "export_profile",
+    "get_exporter",
+    "write_export",
+]
