@@ -1,0 +1,143 @@
+"""Measures plans on recorded timelines, keeping references, indexes and layer outcomes between trials."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtune.analysis.evaluate import LayerTruth, build_index, evaluate, layer_truth
+from kvtune.caching import AccessLog, UnitAccesses, simulate
+from kvtune.policies.base import Policy
+from kvtune.policies.plan import Plan
+from kvtune.traces import Timeline, Trace
+
+
+@dataclass(frozen=True)
+class LayerOutcome:
+    """One policy on one layer of one timeline.
+
+    errors [T, Hq] relative output errors; read_bytes [T] summed over kv heads; accesses per kv head.
+    """
+
+    errors: NDArray[np.float32]
+    read_bytes: NDArray[np.float64]
+    accesses: tuple[UnitAccesses, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """A plan over all timelines and layers of a bench.
+
+    Errors are pooled over layers, steps and query heads; ``read_bytes_per_step`` is the mean over steps of
+    the sum over layers and kv heads; ``hit_ratio`` is page-weighted from an empty cache, ``None`` where
+    nothing is cacheable. ``unit_errors`` holds the mean error of each (timeline, layer), ``timeline_bytes``
+    the read bytes per step of each timeline.
+    """
+
+    error_mean: float
+    error_p95: float
+    read_bytes_per_step: float
+    hit_ratio: float | None
+    unit_errors: tuple[float, ...]
+    timeline_bytes: tuple[float, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with the keys of ``kvtune tune``."""
+        return {
+            "output_error": {"mean": self.error_mean, "p95": self.error_p95},
+            "read_bytes_per_step": self.read_bytes_per_step,
+            "hit_ratio": self.hit_ratio,
+        }
+
+
+class Bench:
+    """Timelines of some samples of a trace, and everything already measured on them.
+
+    References (full attention) and outcomes are small and kept for good; at most ``max_indexes`` indexes are
+    kept, least recently used first out.
+    """
+
+    def __init__(
+        self, trace: Trace, samples: Sequence[int], layers: Sequence[int], max_indexes: int | None = None
+    ) -> None:
+        self.trace = trace
+        self.layers = tuple(layers)
+        self.timelines: list[Timeline] = [t for s in samples for t in trace.timelines(s)]
+        self.max_indexes = max_indexes or 4 * len(self.timelines) * len(self.layers)
+        self._truths: dict[tuple[int, int], LayerTruth] = {}
+        self._indexes: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+        self._outcomes: dict[tuple[Any, ...], LayerOutcome] = {}
+
+    @property
+    def context_tokens(self) -> tuple[int, int]:
+        """Shortest and longest prompt."""
+        lengths = [t.prompt_length for t in self.timelines]
+        return min(lengths), max(lengths)
+
+    def score(self, plan: Plan, cache_fraction: float) -> Score:
+        """Measure ``plan`` with a wave buffer of ``cache_fraction``."""
+        rows = [[self.outcome(plan, i, layer) for layer in self.layers] for i in range(len(self.timelines))]
+        errors = np.concatenate([o.errors.ravel() for row in rows for o in row])
+        step_bytes = [np.sum([o.read_bytes for o in row], axis=0) for row in rows]
+        return Score(
+            error_mean=float(errors.mean()),
+            error_p95=float(np.quantile(errors, 0.95)),
+            read_bytes_per_step=float(np.concatenate(step_bytes).mean()),
+            hit_ratio=self._hit_ratio(rows, cache_fraction),
+            unit_errors=tuple(float(o.errors.mean()) for row in rows for o in row),
+            timeline_bytes=tuple(float(b.mean()) for b in step_bytes),
+        )
+
+    def first_bytes(self, plan: Plan) -> float:
+        """Read bytes per step on the first timeline: a cheap look before the whole is measured."""
+        return float(np.sum([self.outcome(plan, 0, n).read_bytes for n in self.layers], axis=0).mean())
+
+    def outcome(self, plan: Plan, timeline: int, layer: int) -> LayerOutcome:
+        """One layer of one timeline under ``plan``, measured once."""
+        policy = plan.for_layer(self.trace.layer_info(layer))
+        key = (policy, timeline, layer)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._measure(policy, timeline, layer)
+        return self._outcomes[key]
+
+    def _measure(self, policy: Policy, timeline: int, layer: int) -> LayerOutcome:
+        line = self.timelines[timeline]
+        vectors = line.layer(layer)
+        if (timeline, layer) not in self._truths:
+            self._truths[timeline, layer] = layer_truth(vectors)
+        key = (policy.name, *policy.build_key(), timeline, layer)
+        if key not in self._indexes:
+            self._indexes[key] = build_index(policy, vectors, line.prompt_length)
+            while len(self._indexes) > self.max_indexes:
+                self._indexes.popitem(last=False)
+        self._indexes.move_to_end(key)
+        result = evaluate(
+            policy,
+            vectors,
+            line.prompt_length,
+            index=self._indexes[key],
+            truth=self._truths[timeline, layer],
+            recall=False,
+        )
+        return LayerOutcome(
+            errors=result.error.numpy().astype(np.float32),
+            read_bytes=result.read_bytes.sum(1).numpy().astype(np.float64),
+            accesses=tuple(result.accesses),
+        )
+
+    def _hit_ratio(self, rows: list[list[LayerOutcome]], cache_fraction: float) -> float | None:
+        log = AccessLog(page_bytes=self.trace.geometry.layer(0).page_bytes)
+        for timeline, row in enumerate(rows):
+            for layer, outcome in zip(self.layers, row):
+                for head, accesses in enumerate(outcome.accesses):
+                    if len(accesses.blocks):
+                        log.units[0, timeline, layer, head] = accesses
+        if not log.units:
+            return None
+        (result,) = simulate(log, [cache_fraction], "wave")
+        return result.hit_ratio.page

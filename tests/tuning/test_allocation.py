@@ -1,0 +1,57 @@
+"""Per-layer budgets against an exhaustive search."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtune.policies import get_policy
+from kvtune.policies.plan import Plan
+from kvtune.tuning import Bench, shipped_default
+from kvtune.tuning.allocation import UNITS, Rung, allocate, cheapest_loss, ladder
+
+rungs = st.lists(
+    st.builds(Rung, st.just({}), st.integers(1, 50).map(float), st.integers(0, 50).map(float)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@given(layers=st.lists(rungs, min_size=1, max_size=4), cap=st.integers(1, 200))
+def test_choice_is_the_best_that_fits(layers, cap):
+    table = dict(enumerate(layers))
+    chosen = cheapest_loss(table, cap)
+    choices = [
+        (sum(r.read_bytes for r in pick), sum(r.loss for r in pick)) for pick in itertools.product(*layers)
+    ]
+    rounding = 1 - len(layers) / UNITS
+    if chosen is None:
+        assert min(c[0] for c in choices) > cap * rounding
+        return
+    assert sum(r.read_bytes for r in chosen.values()) <= cap
+    loss = sum(r.loss for r in chosen.values())
+    assert loss <= min((l for b, l in choices if b <= cap * rounding), default=loss) + 1e-9
+
+
+def test_allocation_lowers_the_error_at_no_more_bytes(clustered_trace):
+    bench = Bench(clustered_trace, [0, 1], clustered_trace.layers)
+    plan = shipped_default().plan
+    before = bench.score(plan, 0.05)
+    spread = allocate(bench, plan, before.read_bytes_per_step)
+    after = bench.score(spread, 0.05)
+    assert after.read_bytes_per_step <= before.read_bytes_per_step
+    assert after.error_mean < before.error_mean
+    assert 2 not in spread.overrides  # the windowed layer is not the policy's
+
+
+def test_allocation_says_when_nothing_fits(clustered_trace):
+    bench = Bench(clustered_trace, [0], clustered_trace.layers)
+    assert allocate(bench, shipped_default().plan, 10.0) is None
+
+
+def test_ladder_stays_inside_the_parameters():
+    for setting in ladder(Plan(get_policy("wave_index", {"retrieval": 0.2}))):
+        assert 0 < setting["retrieval"] <= 1 and 0 <= setting["estimation"] <= 1
+    assert all(s["recent"] >= 1 for s in ladder(Plan(get_policy("streaming", {"recent": 3}))))
