@@ -18,7 +18,7 @@ _ATTEMPTS = 24
 
 
 class CodeSearch(Workload):
-    """Whole source files in random order fill the context (the last is cut at the budget).
+    """Source files in random order fill the context (the last one is cut at the budget).
 
     Each question quotes the first paragraph of a docstring of a function that stands whole in the context and
     has its name to itself there; all questions of a sample are about different functions.
@@ -90,7 +90,7 @@ def _fill(conversation: Conversation, names: list[str], budget: int) -> tuple[st
     wanted = budget * _CHARACTERS_PER_TOKEN
     while True:
         text, starts = _gather(names, wanted)
-        ends = [0, *(match.end() for match in re.finditer(r"\s*\S+", text))]
+        ends = [0, *(match.end() for match in re.finditer(r"\s+|\w+|[^\w\s]", text))]
 
         def count(k: int, text: str = text, ends: list[int] = ends) -> int:
             return len(conversation.context_ids(_INTRODUCTION + text[: ends[k]]))
@@ -112,11 +112,11 @@ def _fill(conversation: Conversation, names: list[str], budget: int) -> tuple[st
 
 
 def _gather(names: list[str], wanted: int) -> tuple[str, dict[str, int]]:
-    """The first ``wanted`` characters of the files, each under its name."""
+    """The first ``wanted`` characters of the files that document functions, each under its name."""
     parts: list[str] = []
     starts: dict[str, int] = {}
     length = 0
-    for name in names:
+    for name in filter(documented_functions, names):
         heading = f"# File: {name}\n"
         starts[name] = length + len(heading)
         parts.append(f"{heading}{read_source(name).rstrip()}\n\n")

@@ -5,17 +5,17 @@ nothing else is assumed about it. Without a template, the pieces are joined by n
 
 **Seams.** Each piece is tokenised as it would be behind the text that precedes it, so the pieces together
 equal the tokens of the whole rendered conversation, except where the tokenizer would merge characters across
-a seam: then each side keeps its own tokens (as with any engine that reuses a shared prefix). Two cases are
-usual: a context whose last characters belong to the same pre-token as the blank line behind it (a context
-that ends in a newline; ``.\\n\\n`` under cl100k-like patterns), and an answer that begins with the newline or
-space on which the generation prompt ends.
+a seam: then each side keeps its own tokens (as with any engine that reuses a shared prefix). Three cases
+are usual, each worth a token: a context whose last characters belong to the same pre-token as the blank line
+behind it (it ends in a newline; ``.\\n\\n`` under cl100k-like patterns); a generation prompt that ends in two
+newlines (one token before generating, two before a word under GPT-2's pattern); and an answer that begins
+with the space or newline on which the generation prompt ends.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
 
 from kvtune.errors import InputError
 from kvtune.workloads.base import Tokenizer, Turn
@@ -26,8 +26,13 @@ _QUESTION = "\ue000question\ue001"
 _ANSWER = "\ue000answer{}\ue001"
 _END = "\ue000end\ue001"
 
-# Templates may print today's date; a fixed one keeps token ids the same on every day.
+# Templates may print today's date with strftime_now; a fixed one keeps token ids the same on every day.
 _DATE = datetime(2025, 1, 1)
+_FIXED_DATE = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f".replace('%{c}', '{_DATE.strftime(f'%{c}')}')" for c in "dmYybBaAHMSpj")
+    + " }}{% endmacro %}\n"
+)
 
 # Enough of the preceding text to know how the next piece begins (a leading space, a word boundary).
 _LEFT_CHARACTERS = 24
@@ -152,10 +157,13 @@ def _render(tokenizer: Tokenizer, messages: Messages) -> str:
     """
     from jinja2.exceptions import TemplateError
 
-    settings: dict[str, Any] = {"strftime_now": _DATE.strftime, "enable_thinking": False}
     try:
         text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True, **settings
+            list(messages),
+            chat_template=_FIXED_DATE + tokenizer.get_chat_template(),
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=False,
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise InputError(

@@ -78,12 +78,12 @@ def documented_functions(name: str) -> tuple[Function, ...]:
 
 
 def _askable(name: str, description: str) -> bool:
-    if name.startswith("_") or len(name) < _LEAST_NAME:
+    if name.startswith("__") or len(name) < _LEAST_NAME:
         return False
     if not _LEAST_DESCRIPTION <= len(description) <= _MOST_DESCRIPTION:
         return False
-    plain = description.lower()
-    return name.lower() not in plain and name.lower().replace("_", " ") not in plain
+    given, plain = description.lower(), name.lower().strip("_")
+    return plain not in given and plain.replace("_", " ") not in given
 
 
 def _root() -> Path:
