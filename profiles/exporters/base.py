@@ -34,6 +34,7 @@ class Export:
 
     engine: str
     engine_version: str
+    usage: str
     context_length: int
     files: Mapping[str, str]
     expressed: tuple[str, ...]
@@ -91,13 +92,24 @@ Write = Callable[[Ledger], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Exporter:
-    """One engine in one version; ``policies`` are those it runs (empty: it runs its own attention anyway)."""
+    """One engine in one version.
+
+    ``policies`` are those it runs (``None``: all). A profile with another policy is refused where
+    ``required``; elsewhere its other settings are still worth exporting, the policy is then listed as not
+    expressible. ``usage`` says what to do with the files: ``{folder}`` and ``{model}`` are filled in.
+    """
 
     engine: str
     engine_version: str
     title: str
     write: Write = field(repr=False)
-    policies: tuple[str, ...] = ()
+    usage: str
+    policies: tuple[str, ...] | None = None
+    required: bool = True
+
+    def runs(self, policy: str) -> bool:
+        """Whether the engine can run the policy called ``policy``."""
+        return self.policies is None or policy in self.policies
 
 
 def as_json(document: Any) -> str:

@@ -27,6 +27,11 @@ def engines() -> dict[str, tuple[str, ...]]:
     }
 
 
+def engines_for(policy: str) -> list[str]:
+    """Engines that can run the policy called ``policy``, in the order of the table."""
+    return list(dict.fromkeys(row.engine for row in EXPORTERS if row.runs(policy)))
+
+
 def get_exporter(engine: str, engine_version: str | None = None) -> Exporter:
     """The exporter of an engine (``None``: its newest version). ``InputError`` with a suggestion."""
     known = engines()
@@ -50,18 +55,19 @@ def export_profile(
     exporter = get_exporter(engine, engine_version)
     ledger = Ledger(profile, profile.context_length.max if context_length is None else context_length)
     plan_of(ledger.resolved)
-    if exporter.policies and profile.policy.name not in exporter.policies:
-        able = sorted({row.engine for row in EXPORTERS if profile.policy.name in row.policies})
+    policy = profile.policy.name
+    if exporter.required and not exporter.runs(policy):
+        able = ", ".join(exporter.policies or ())
         raise InputError(
-            f"{exporter.title} cannot run the policy '{profile.policy.name}' "
-            f"(it runs: {', '.join(exporter.policies)})",
-            f"engines that can: {', '.join(able)}" if able else None,
+            f"{exporter.title} cannot run the policy '{policy}' (it runs: {able})",
+            f"engines that can: {', '.join(engines_for(policy))}",
         )
     files = exporter.write(ledger)
     expressed, not_expressible = ledger.account()
     return Export(
         engine=exporter.engine,
         engine_version=exporter.engine_version,
+        usage=exporter.usage,
         context_length=ledger.resolved.context_length,
         files=files,
         expressed=expressed,

@@ -127,8 +127,23 @@ def write_v0(ledger: Ledger) -> Mapping[str, str]:
     return _files(ledger, wanted, config, arguments, MODELS, "")
 
 
-V0 = Exporter("retroinfer", "v0", "RetroInfer v0", write_v0, ("wave_index", DENSE))
-V1 = Exporter("retroinfer", "v1", "RetroInfer v1", write_v1, ("wave_index", DENSE))
+V0 = Exporter(
+    engine="retroinfer",
+    engine_version="v0",
+    title="RetroInfer v0",
+    write=write_v0,
+    usage="copy {folder}/config into the RetroInfer checkout; give its benchmarks the words of {model}.args",
+    policies=("wave_index", DENSE),
+)
+V1 = Exporter(
+    engine="retroinfer",
+    engine_version="v1",
+    title="RetroInfer v1",
+    write=write_v1,
+    usage="copy {folder}/config into the RetroInfer checkout; there: "
+    "python simple_test.py $(cat config/{model}.args)",
+    policies=("wave_index", DENSE),
+)
 
 
 def _wanted(ledger: Ledger) -> Wanted:

@@ -69,7 +69,13 @@ def write(ledger: Ledger) -> Mapping[str, str]:
     return {"profile.json": as_json(document), "run_profile.py": script}
 
 
-V5_24 = Exporter("transformers", VERSION, f"kvtune's runtime on transformers {VERSION}", write)
+V5_24 = Exporter(
+    engine="transformers",
+    engine_version=VERSION,
+    title=f"kvtune's runtime on transformers {VERSION}",
+    write=write,
+    usage="python {folder}/run_profile.py 'a prompt'",
+)
 
 
 def _account(ledger: Ledger) -> None:
