@@ -54,17 +54,21 @@ class Output:
             self._out.print(Text(text))
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]], title: str | None = None) -> None:
-        """A table of the human result; columns that hold only numbers are set flush right."""
+        """A table of the human result and an empty line; columns of numbers are set flush right."""
         if self.mode != "human":
             return
         texts = [[cell(value) for value in row] for row in rows]
-        table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
+        table = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, title=title, title_justify="left", title_style="bold"
+        )
         for index, column in enumerate(columns):
             numbers = all(_is_number(row[index]) for row in rows)
             table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
         for row in texts:
             table.add_row(*(Text(text) for text in row))
-        self._out.print(table)
+        with self._out.capture() as drawn:
+            self._out.print(table)
+        print("\n".join(line.rstrip() for line in drawn.get().splitlines()), end="\n\n")
 
     def note(self, text: str) -> None:
         """A remark beside the result, on stderr."""
@@ -144,24 +148,40 @@ def _console(stream: TextIO) -> Console:
 
 
 class _Bars:
-    """Progress bars with rate and time left."""
+    """Progress bars with time left; tasks that are open at once share one display."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._bars: Any = None
 
     @contextmanager
     def task(self, label: str, total: int | None) -> Iterator[Step]:
+        outermost = self._bars is None
+        if outermost:
+            self._bars = self._display()
+            self._bars.start()
+        task = self._bars.add_task(label, total=total, note="")
+        try:
+            yield _Bar(self._bars, task)
+        finally:
+            if outermost:
+                self._bars.stop()
+                self._bars = None
+            else:
+                self._bars.remove_task(task)
+
+    def _display(self) -> Any:
         from rich import progress
 
         columns = (
-            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=None),
             progress.MofNCompleteColumn(),
             progress.TimeRemainingColumn(compact=True),
-            progress.TextColumn("{task.fields[note]}"),
+            progress.TextColumn("{task.fields[note]}", markup=False),
         )
-        with progress.Progress(*columns, console=self._console, transient=True) as bars:
-            yield _Bar(bars, bars.add_task(label, total=total, note=""))
+        # The bars live on stderr: rich would send what is printed on stdout there too.
+        return progress.Progress(*columns, console=self._console, transient=True, redirect_stdout=False)
 
 
 class _Bar:

@@ -29,6 +29,20 @@ def test_progress_is_drawn_on_a_terminal(terminal):
     assert ESCAPE.sub("", sent).rstrip().endswith("done")
 
 
+def test_tasks_within_tasks(terminal):
+    code = """
+from kvtune.commands.output import Output
+output = Output()
+with output.progress.task("outer [x]", 2) as outer:
+    with output.progress.task("inner", None) as inner:
+        inner.advance(note="[bold]5[/]")
+    outer.advance()
+output.line("done")
+"""
+    sent = ESCAPE.sub("", terminal(code=code))
+    assert "outer [x]" in sent and sent.rstrip().endswith("done")
+
+
 def test_progress_is_silent_when_quiet_or_on_a_dumb_terminal(terminal):
     assert "capturing" not in terminal(code=BARS.format(json=False, quiet=True))
     assert "capturing" not in terminal(code=BARS.format(json=False, quiet=False), env={"TERM": "dumb"})
@@ -84,7 +98,7 @@ def test_json_survives_an_ascii_pipe(shell):
     assert json.loads(ran.out) == {"text": "é→見"}
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("policies",), ("policies", "--json")])
+@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("policies", "--json")])
 def test_works_where_warnings_are_errors(shell, arguments):
     ran = shell(*arguments, flags=("-W", "error"))
     assert ran.exit_code == 0 and ran.err == ""
