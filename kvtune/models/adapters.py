@@ -1,0 +1,123 @@
+"""What differs between transformers releases (5.16 on), or needs more than one of its calls."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from kvtune.errors import InputError
+
+Attend = Callable[..., tuple[Tensor, Any]]
+"""transformers' attention function: ``(module, query [B, Hq, T, d], key [B, H, N, d], value [B, H, N, dv],
+attention_mask, scaling=…, **kwargs) -> (output [B, T, Hq, dv], None)``."""
+
+_active: set[str] = set()
+"""Registered names in use; the others are free to be given out again."""
+
+
+def sdpa(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+    """transformers' own scaled-dot-product attention: what a hook hands its arguments on to."""
+    return AttentionInterface()["sdpa"](module, *args, **kwargs)
+
+
+@contextmanager
+def attention_through(model: PreTrainedModel, attend: Attend) -> Iterator[None]:
+    """Send every attention layer of ``model`` through ``attend`` for the length of a ``with`` block.
+
+    The name is registered for masks too, with sdpa's mask function: an attention function without one is
+    given no mask, and every prefill chunk after the first then attends wrongly.
+    Raises ``InputError``, naming the class, if the model does not use transformers' attention interface.
+    """
+    name = next(name for name in map("kvtune_{}".format, count()) if name not in _active)
+    _active.add(name)
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, AttentionMaskInterface()["sdpa"])
+    previous = model.config._attn_implementation
+    try:
+        model.set_attn_implementation(name)
+        if decoder_config(model)._attn_implementation != name:
+            raise InputError(
+                f"{type(model).__name__} does not let its attention be replaced, so it cannot be captured"
+            )
+        yield
+    finally:
+        if model.config._attn_implementation == name:
+            model.set_attn_implementation(previous)
+        AttentionInterface.register(name, sdpa)
+        _active.remove(name)
+
+
+def decoder_config(model: PreTrainedModel) -> Any:
+    """The configuration of the text decoder (multimodal models nest it)."""
+    return model.config.get_text_config(decoder=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers' progress bars off the user's terminal for the length of a ``with`` block."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def new_cache() -> DynamicCache:
+    """A cache that keeps every key of every layer, those outside a sliding window included.
+
+    Made without a config on purpose: with one, windowed layers would drop what left their window. Their
+    masks still apply.
+    """
+    return DynamicCache()
+
+
+def feed(model: PreTrainedModel, ids: Tensor, cache: DynamicCache, keep: int = 1) -> Tensor:
+    """Run ``ids`` [T] after what ``cache`` holds and add them to it.
+
+    Returns the logits of the last ``keep`` tokens, [keep, vocabulary] (``keep=0``: of all T).
+    """
+    accepted = inspect.signature(model.forward).parameters
+    arguments: dict[str, Any] = {"cache" if "cache" in accepted else "past_key_values": cache}
+    if "logits_to_keep" in accepted:
+        arguments["logits_to_keep"] = keep
+    with torch.inference_mode():
+        logits = model(input_ids=ids[None], use_cache=True, **arguments).logits[0]
+    return logits[-keep:] if keep else logits
+
+
+def cached(cache: DynamicCache, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys [H, N, d] and values [H, N, dv] that ``cache`` holds for ``layer`` (views)."""
+    held: Any = cache.layers[layer]
+    return held.keys[0], held.values[0]
+
+
+def device_of(model: PreTrainedModel) -> torch.device:
+    """Where the model's inputs belong."""
+    return next(model.parameters()).device
+
+
+def crop(cache: DynamicCache, length: int) -> None:
+    """Forget all but the first ``length`` tokens. The kept part is a view until the cache grows again."""
+    surplus = cache.get_seq_length() - length
+    if surplus > 0:
+        cache.crop(-surplus)
+
+
+def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
+    """The attention module of each layer, by layer index (layers of another kind are absent)."""
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and "Attention" in type(module).__name__:
+            found.setdefault(index, module)
+    return found
