@@ -155,4 +155,4 @@ def _available_memory() -> int | None:
 
 def _broken(package: str, error: ImportError) -> Problem:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
-    return Problem(f"{package} cannot be imported: {reason}", f"reinstall {package.split('.')[0]}")
+    return Problem(f"{package} cannot be imported: {reason}", f"reinstall {package.partition('.')[0]}")
