@@ -13,7 +13,7 @@ from kvtune.commands.options import JsonFlag, OutPath, Overwrite, QuietFlag
 from kvtune.commands.output import Output, bytes_text, cell
 
 if TYPE_CHECKING:
-    from kvtune.profiles import Change, Profile
+    from kvtune.profiles import Change, Profile, Resolved
     from kvtune.profiles.evidence import Interval, Measured
     from kvtune.profiles.exporters import Export
 
@@ -45,7 +45,7 @@ def show(
         "resolved": asdict(resolved),
         "content": loaded.model_dump(exclude_none=True),
     }
-    output.result(document, lambda out: _show(out, profile, loaded, document["resolved"]))
+    output.result(document, lambda out: _show(out, profile, loaded, resolved))
 
 
 @app.command()
@@ -170,21 +170,21 @@ def _differences(output: Output, changes: list[Change]) -> None:
     output.table(("key", "first", "second", "ratio"), rows)
 
 
-def _show(output: Output, path: Path, profile: Profile, resolved: dict[str, Any]) -> None:
+def _show(output: Output, path: Path, profile: Profile, resolved: Resolved) -> None:
     from kvtune.profiles.exporters import engines_for
 
     lengths = profile.context_length
     tuned = f"{lengths.min:,}-{lengths.max:,} tokens"
     output.line(f"{profile.policy.name} for {profile.model.id}, tuned for {tuned}")
-    rows = [("policy parameter", name, value) for name, value in resolved["parameters"].items()]
-    for layer, own in resolved["overrides"].items():
+    rows = [("policy parameter", name, value) for name, value in resolved.parameters.items()]
+    for layer, own in resolved.overrides.items():
         rows += [(f"layer {layer}", name, value) for name, value in own.items()]
     rows.append(("dense layers", "", profile.dense_layers))
     if profile.cache is not None:
         rows.append(("cache", profile.cache.policy, profile.cache.fraction))
     rows.append(("precision", "keys, values", f"{profile.kv_precision.keys}, {profile.kv_precision.values}"))
     table = [(kind, name, _value(value)) for kind, name, value in rows]
-    title = f"settings at {resolved['context_length']:,} tokens"
+    title = f"settings at {resolved.context_length:,} tokens"
     output.table(("setting", "name", "value"), table, title=title)
     _evidence(output, profile)
     origin = profile.provenance.model_dump(exclude_none=True)
@@ -229,6 +229,8 @@ def _interval(interval: Interval | None, as_bytes: bool = False) -> str:
     if interval is None:
         return ""
     form = bytes_text if as_bytes else cell
+    if interval.low is None or interval.high is None:
+        return form(interval.value)
     return f"{form(interval.value)} [{form(interval.low)}, {form(interval.high)}]"
 
 

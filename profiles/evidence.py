@@ -18,15 +18,17 @@ class Strict(BaseModel):
 
 
 class Interval(Strict):
-    """A value with its confidence interval (low ≤ value ≤ high)."""
+    """A value with its confidence interval (low ≤ value ≤ high), or without one where none is known."""
 
     value: float
-    low: float
-    high: float
+    low: float | None = None
+    high: float | None = None
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
-        if not self.low <= self.value <= self.high:
+        if (self.low is None) != (self.high is None):
+            raise ValueError("low and high must be given together")
+        if self.low is not None and self.high is not None and not self.low <= self.value <= self.high:
             raise ValueError(f"{self.value} lies outside its interval [{self.low}, {self.high}]")
         return self
 
@@ -56,11 +58,12 @@ class HitRatio(Strict):
 class Predicted(Strict):
     """What the search samples and the simulator predict; intervals are at ``level`` (0.95).
 
-    ``output_error`` is ‖o − o_full‖/‖o_full‖; ``hit_ratio`` is page-weighted, after warm-up where the tuner
-    says so; bytes are per decode step over all layers and kv heads; ``gpu_bytes`` is resident memory.
+    ``output_error`` is ‖o − o_full‖/‖o_full‖; ``hit_ratio`` is page-weighted, from an empty cache; bytes are
+    per decode step over ``layers`` (``None``: all) and their kv heads; ``gpu_bytes`` is resident memory.
     """
 
     level: Annotated[float, Field(gt=0, lt=1)] = 0.95
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     output_error: IntervalSpread
     read_bytes_per_step: Interval
     hit_ratio: Interval | None = None
@@ -72,7 +75,7 @@ class Predicted(Strict):
 
 
 class Measured(Strict):
-    """One setting measured on held-out samples."""
+    """One setting measured on held-out samples; ``parameters`` where it is not the profile's own."""
 
     parameters: dict[str, JsonValue] = Field(default_factory=dict)
     output_error: Spread

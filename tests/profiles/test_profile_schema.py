@@ -51,6 +51,7 @@ REFUSED = [
     ("geometry.dtype", "int8", "'geometry.dtype' must be"),
     ("model.id", "a\nb", "model.id: must be one line"),
     ("predicted.output_error.mean.low", 9.0, "predicted.output_error.mean: 0.05 lies outside its interval"),
+    ("predicted.hit_ratio.high", ..., "predicted.hit_ratio: low and high must be given together"),
     ("held_out.winner", "me", "'held_out.winner' must be 'chosen', 'default' or 'tie', not 'me'"),
     ("kv_precision.keys", "int3", "'kv_precision.keys' must be"),
     ("break_even", [{"context_length": 1}], "the key 'break_even.0.batch_size' is missing"),
