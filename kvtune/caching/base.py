@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,15 +25,24 @@ class Cache(ABC):
     source: ClassVar[str]
 
     @abstractmethod
-    def page_hits(self, accesses: UnitAccesses, capacity: int) -> NDArray[np.bool_]:
-        """Whether each page access hits, [sum of pages], with room for ``capacity`` pages.
+    def prepare(self, accesses: UnitAccesses) -> Any:
+        """What :meth:`replay` needs of a unit at every capacity.
 
-        A block of p pages accesses its pages 0…p-1 in order. Raises ``InputError`` where a step reads a
-        block twice.
+        Raises ``InputError`` where a step reads a block twice.
         """
+
+    @abstractmethod
+    def replay(self, prepared: Any, capacity: int) -> NDArray[np.bool_]:
+        """Whether each page access hits, [sum of pages], with room for ``capacity`` pages."""
+
+    def page_hits(self, accesses: UnitAccesses, capacity: int) -> NDArray[np.bool_]:
+        """Whether each page access hits, [sum of pages]: a block of p pages reads its pages 0…p-1."""
+        return self.replay(self.prepare(accesses), capacity)
 
     def tally(self, accesses: UnitAccesses, capacities: Sequence[int], warm_up: int = WARM_UP_STEPS) -> Tally:
         """Hits at each of ``capacities`` (pages, any order); warm counts skip ``warm_up`` steps."""
-        hits = [count_hits(accesses, self.page_hits(accesses, c), warm_up) for c in capacities]
-        counted = np.stack(hits) if hits else np.zeros((0, 2, 3), np.int64)
-        return Tally(counted, count_accesses(accesses, warm_up))
+        prepared = self.prepare(accesses)
+        hits = np.zeros((len(capacities), 2, 3), np.int64)
+        for index, capacity in enumerate(capacities):
+            hits[index] = count_hits(accesses, self.replay(prepared, capacity), warm_up)
+        return Tally(hits, count_accesses(accesses, warm_up))

@@ -26,10 +26,15 @@ class Belady(Cache):
     title = "Belady with bypass (ceiling for page hits)"
     source = "Belady, A study of replacement algorithms, IBM Systems Journal 5(2), 1966"
 
-    def page_hits(self, accesses: UnitAccesses, capacity: int) -> NDArray[np.bool_]:
-        sequence, n_pages = page_sequence(accesses)
+    def prepare(self, accesses: UnitAccesses) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Step offsets into the page accesses, and of each the next access to the same page."""
         pages_before = np.concatenate([np.zeros(1, np.int64), np.cumsum(accesses.pages)])
-        return _replay(pages_before[accesses.offsets], _next_access(sequence, n_pages), capacity)
+        return pages_before[accesses.offsets], _next_access(*page_sequence(accesses))
+
+    def replay(
+        self, prepared: tuple[NDArray[np.int64], NDArray[np.int64]], capacity: int
+    ) -> NDArray[np.bool_]:
+        return _replay(*prepared, capacity)
 
 
 @njit(cache=True, nogil=True)

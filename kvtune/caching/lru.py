@@ -26,15 +26,17 @@ class PlainLRU(Cache):
     title = "plain LRU"
     source = "Mattson et al., Evaluation techniques for storage hierarchies, IBM Systems Journal 9(2), 1970"
 
-    def page_hits(self, accesses: UnitAccesses, capacity: int) -> NDArray[np.bool_]:
-        distances = stack_distances(*page_sequence(accesses))
-        return (distances != NEVER) & (distances <= capacity)
+    def prepare(self, accesses: UnitAccesses) -> NDArray[np.int64]:
+        return stack_distances(*page_sequence(accesses))
+
+    def replay(self, prepared: NDArray[np.int64], capacity: int) -> NDArray[np.bool_]:
+        return (prepared != NEVER) & (prepared <= capacity)
 
     def tally(self, accesses: UnitAccesses, capacities: Sequence[int], warm_up: int = WARM_UP_STEPS) -> Tally:
-        sequence, n_pages = page_sequence(accesses)
-        distances = stack_distances(sequence, n_pages)
+        distances = self.prepare(accesses)
         order = np.argsort(np.asarray(capacities, np.int64), kind="stable")
-        smallest = _smallest_capacity(np.asarray(capacities, np.int64)[order], n_pages)
+        deepest = int(distances.max()) if len(distances) else 0
+        smallest = _smallest_capacity(np.asarray(capacities, np.int64)[order], deepest)
         start = int(accesses.offsets[min(warm_up, accesses.steps)])
         first_hits = _bucket(accesses.pages, accesses.tokens, distances, smallest, start)
         hits = np.empty((len(order), 2, 3), np.int64)
@@ -53,9 +55,9 @@ def lru_hits(ids: NDArray[np.int64], capacities: Sequence[int]) -> NDArray[np.in
     return np.cumsum(counts)[np.clip(np.asarray(capacities, np.int64), 0, n_ids)]
 
 
-def _smallest_capacity(capacities: NDArray[np.int64], n_pages: int) -> NDArray[np.int64]:
-    """For each distance 0…n_pages the index of the smallest ascending capacity that hits it (C: none)."""
-    smallest = np.searchsorted(capacities, np.arange(n_pages + 1))
+def _smallest_capacity(capacities: NDArray[np.int64], deepest: int) -> NDArray[np.int64]:
+    """For each distance 0…deepest the index of the smallest ascending capacity that hits it (C: none)."""
+    smallest = np.searchsorted(capacities, np.arange(deepest + 1))
     smallest[NEVER] = len(capacities)
     return smallest
 

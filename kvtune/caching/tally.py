@@ -66,9 +66,16 @@ class Tally:
 
 def count_accesses(accesses: UnitAccesses, warm_up: int = WARM_UP_STEPS) -> NDArray[np.int64]:
     """Requests, pages and tokens accessed in all steps and after ``warm_up`` steps: [2, 3] int64."""
+    return count_whole_hits(accesses, np.ones(len(accesses.blocks), np.bool_), warm_up)
+
+
+def count_whole_hits(
+    accesses: UnitAccesses, block_hits: NDArray[np.bool_], warm_up: int = WARM_UP_STEPS
+) -> NDArray[np.int64]:
+    """Hits where blocks hit as a whole or not at all, from their mask [n]: [2, 3] int64."""
     start = int(accesses.offsets[min(warm_up, accesses.steps)])
-    columns = (np.ones_like(accesses.blocks), accesses.pages, accesses.tokens)
-    return np.array([[column[k:].sum() for column in columns] for k in (0, start)], np.int64)
+    columns = np.stack([np.ones_like(accesses.blocks), accesses.pages, accesses.tokens])
+    return np.stack([columns[:, k:] @ block_hits[k:] for k in (0, start)])
 
 
 def count_hits(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
@@ -9,6 +12,16 @@ from numpy.typing import NDArray
 from kvtune.caching.access_log import UnitAccesses
 from kvtune.caching.base import Cache
 from kvtune.caching.pages import dense_blocks
+from kvtune.caching.tally import WARM_UP_STEPS, Tally, count_accesses, count_whole_hits
+
+
+class _Blocks(NamedTuple):
+    """Block accesses with dense ids: step offsets [T + 1], ids [n], distinct ids, pages [n]."""
+
+    offsets: NDArray[np.int64]
+    ids: NDArray[np.int64]
+    n_blocks: int
+    pages: NDArray[np.int64]
 
 
 class WaveBuffer(Cache):
@@ -29,13 +42,22 @@ class WaveBuffer(Cache):
     title = "RetroInfer wave buffer"
     source = "RetroInfer, arXiv 2505.02922; microsoft/RetrievalAttention, wave_buffer_cpu.cpp"
 
-    def page_hits(self, accesses: UnitAccesses, capacity: int) -> NDArray[np.bool_]:
-        return np.repeat(self.block_hits(accesses, capacity), accesses.pages)
+    def prepare(self, accesses: UnitAccesses) -> _Blocks:
+        return _Blocks(accesses.offsets, *dense_blocks(accesses), accesses.pages)
 
-    def block_hits(self, accesses: UnitAccesses, capacity: int) -> NDArray[np.bool_]:
+    def replay(self, prepared: _Blocks, capacity: int) -> NDArray[np.bool_]:
+        return np.repeat(self.replay_blocks(prepared, capacity), prepared.pages)
+
+    def replay_blocks(self, prepared: _Blocks, capacity: int) -> NDArray[np.bool_]:
         """Whether each block access hits, [n]."""
-        ids, n_blocks = dense_blocks(accesses)
-        return _replay(accesses.offsets, ids, accesses.pages, n_blocks, capacity)
+        return _replay(prepared.offsets, prepared.ids, prepared.pages, prepared.n_blocks, capacity)
+
+    def tally(self, accesses: UnitAccesses, capacities: Sequence[int], warm_up: int = WARM_UP_STEPS) -> Tally:
+        prepared = self.prepare(accesses)
+        hits = np.zeros((len(capacities), 2, 3), np.int64)
+        for index, capacity in enumerate(capacities):
+            hits[index] = count_whole_hits(accesses, self.replay_blocks(prepared, capacity), warm_up)
+        return Tally(hits, count_accesses(accesses, warm_up))
 
 
 @njit(cache=True, nogil=True, inline="always")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from access_logs import random_unit, unit_of, units
@@ -106,9 +108,7 @@ def test_twice_in_a_step_is_refused(name: str):
 @every_cache
 def test_ids_may_be_huge(name: str):
     accesses = random_unit(3)
-    far = unit_of([])
-    far.__dict__.update(accesses.__dict__)
-    far.blocks = accesses.blocks * 2**40 + 5
+    far = replace(accesses, blocks=accesses.blocks * 2**40 + 5)
     cache = get_cache(name)
     assert np.array_equal(cache.page_hits(far, 40), cache.page_hits(accesses, 40))
 

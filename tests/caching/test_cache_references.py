@@ -48,7 +48,8 @@ class TestWaveOrder:
 
     def hits(self, capacity: int, *steps: list[tuple[int, int]]) -> list[list[bool]]:
         accesses = unit_of([[(block, pages, 8 * pages) for block, pages in step] for step in steps])
-        flat = WaveBuffer().block_hits(accesses, capacity)
+        wave = WaveBuffer()
+        flat = wave.replay_blocks(wave.prepare(accesses), capacity)
         return [part.tolist() for part in np.split(flat, accesses.offsets[1:-1])]
 
     def test_lowest_ranked_miss_is_most_recent(self):
