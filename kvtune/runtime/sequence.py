@@ -47,7 +47,10 @@ class Sequence:
     """Decodes one sequence under a plan. Prefill is dense; the index is built at the first decode step.
 
     ``cache_fraction`` sizes each unit's block cache (``None``: no cache is kept and nothing is counted).
+    Several tokens at once are always a prefill; a caller that prefills a single token sets ``prefilling``.
     """
+
+    prefilling = False
 
     def __init__(self, plan: Plan, geometry: ModelGeometry, cache_fraction: float | None = None) -> None:
         self.plan = plan

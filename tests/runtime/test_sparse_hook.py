@@ -4,46 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from runtime_model import GEOMETRY, tiny_model
 
 from kvtune.caching import simulate
 from kvtune.errors import InputError
-from kvtune.geometry import ModelGeometry
+from kvtune.models import feed, new_cache
 from kvtune.policies import all_policies, get_policy
 from kvtune.policies.plan import Plan
 from kvtune.runtime.hook import attached
 from kvtune.runtime.sequence import Sequence
 
-CONFIG = LlamaConfig(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    initializer_range=0.4,
-)
-GEOMETRY = ModelGeometry(
-    n_layers=3,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=8,
-    value_dim=8,
-    dtype="float32",
-    max_positions=4096,
-    scaling=8**-0.5,
-    windows=(None,) * 3,
-    softcaps=(None,) * 3,
-    sinks=(False,) * 3,
-)
 PROMPT = 1300
 
 
 @pytest.fixture(scope="module")
 def model():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG).eval()
+    return tiny_model()
 
 
 @pytest.fixture(scope="module")
@@ -51,17 +27,12 @@ def tokens():
     return torch.randint(0, 97, (1, PROMPT + 12), generator=torch.Generator().manual_seed(1))
 
 
-@torch.no_grad()
 def decode_logits(model, tokens, prompt=PROMPT):
     """Logits of the forced tokens after the prompt, one step at a time."""
-    cache = DynamicCache()
-    model(tokens[:, : prompt // 2], past_key_values=cache)
-    model(tokens[:, prompt // 2 : prompt], past_key_values=cache)
-    steps = [
-        model(tokens[:, i : i + 1], past_key_values=cache).logits[0, 0]
-        for i in range(prompt, tokens.shape[1])
-    ]
-    return torch.stack(steps)
+    cache = new_cache()
+    for part in (tokens[0, : prompt // 2], tokens[0, prompt // 2 : prompt]):
+        feed(model, part, cache)
+    return torch.stack([feed(model, token[None], cache)[0] for token in tokens[0, prompt:]])
 
 
 @pytest.mark.parametrize("name", sorted(n for n, c in all_policies().items() if not c.evicts))
