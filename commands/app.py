@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and give its exit code."""
     prepare()
     try:
-        _dispatch(list(arguments) or ["--help"])
+        invoke(list(arguments) or ["--help"])
         sys.stdout.flush()
     except typer.Exit as leaving:
         return leaving.exit_code
@@ -81,7 +81,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _dispatch(arguments: list[str]) -> None:
+def invoke(arguments: list[str]) -> None:
+    """Run one command line; whatever it raises is the caller's."""
     name = arguments[0]
     if not name.startswith("-") and name not in COMMANDS:
         raise unknown("command", name, COMMANDS)

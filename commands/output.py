@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from rich.text import Text
 from kvtune.progress import Progress, Step, silent
 
 _UNBOUNDED = 10_000
+_NUMBER = re.compile(r"[-+−]?\d[\d,]*(\.\d+)?(e[-+]?\d+)?(%|×| [KMGT]?i?B| m?s)?")
 
 
 class Output:
@@ -137,6 +139,8 @@ def seconds_text(seconds: float) -> str:
 
 
 def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("", "-") or _NUMBER.fullmatch(value) is not None
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 

@@ -140,6 +140,16 @@ def test_columns_is_respected(capsys, monkeypatch):
     assert len(lines) > 6 and max(map(len, lines)) <= 40
 
 
+def test_numbers_are_set_flush_right(capsys):
+    rows = [["full", "1.5 KiB", "100.0%", None], ["wave_index", "10.5 MiB", "-", 1e-6]]
+    Output().table(["policy", "size of it", "hit ratio", "error"], rows)
+    _, _, first, second, _ = capsys.readouterr().out.splitlines()
+    assert first.index("full") == second.index("wave_index")
+    assert first.index("KiB") == second.index("MiB")
+    assert first.index("100.0%") + 5 == second.index(" - ") + 1
+    assert first.rindex("-") == second.index("1e-06") + 4
+
+
 def test_text_is_never_read_as_markup(capsys):
     Output().line("layers [red]0,5-8[/red] :smile:")
     Output().table(["[bold]a"], [["[/x] 3"]])
