@@ -121,11 +121,11 @@ def _capture(found: dict[str, Any]) -> str:
 
 def _analyze(found: dict[str, Any]) -> str:
     cosine, overlap = found["query_cosine"]["lag1"]["mean"], found["overlap_at_100"]["lag1"]["mean"]
-    error = found["output_error"]
+    error, reads = found["output_error"], bytes_text(found["read_bytes_per_step"])
     return (
         f"one step to the next: query cosine {cell(cosine)}, top-100 overlap {cell(overlap)}\n"
         f"wave_index as shipped: output error {cell(error['mean'])} (p95 {cell(error['p95'])}), "
-        f"mass {cell(found['attention_mass']['mean'])}, reads {bytes_text(found['read_bytes_per_step'])} a step"
+        f"mass {cell(found['attention_mass']['mean'])}, reads {reads} a step"
     )
 
 
