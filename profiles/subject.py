@@ -22,11 +22,19 @@ Line = Annotated[Text, AfterValidator(_one_line)]
 """Text that is safe in file names and in a line of a script."""
 
 
+class RopeOverride(Strict):
+    """Rope that the model was run with instead of its own: ``yarn:4``, and its length where it matters."""
+
+    override: Line
+    length: Count | None = None
+
+
 class Model(Strict):
-    """Model id and the fingerprint of its weights and configuration, as in the trace."""
+    """Model id, fingerprint of its weights and configuration, and rope override, as in the trace."""
 
     id: Line
     fingerprint: Line
+    rope: RopeOverride | None = None
 
     @property
     def basename(self) -> str:

@@ -28,7 +28,7 @@ def from_tuning(result: TuneResult, trace: Trace, seed: int, layers: Sequence[in
     every = measured == list(range(trace.geometry.n_layers))
     data = {
         "kvtune_profile": 1,
-        "model": {"id": trace.model, "fingerprint": trace.fingerprint},
+        "model": {"id": trace.model, "fingerprint": trace.fingerprint, "rope": _rope(trace)},
         "geometry": trace.geometry.to_dict(),
         "context_length": {"min": low, "max": high},
         "policy": {
@@ -81,6 +81,14 @@ def _interval(value: float, units: Sequence[float]) -> dict[str, float]:
     if math.isnan(low):
         return {"value": value}
     return {"value": value, "low": min(low, value), "high": max(high, value)}
+
+
+def _rope(trace: Trace) -> dict[str, Any] | None:
+    """The override that the capture recorded; a model's own rope needs no mention."""
+    recorded = trace.manifest.get("rope") or {}
+    if not recorded.get("override"):
+        return None
+    return {"override": recorded["override"], "length": recorded.get("length")}
 
 
 def _workload(trace: Trace) -> dict[str, Any]:

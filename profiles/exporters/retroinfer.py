@@ -232,6 +232,7 @@ def _buffer_clusters(wanted: Wanted) -> int:
 
 def _model_words(ledger: Ledger, models: tuple[str, ...]) -> list[str]:
     model = ledger.profile.model
+    ledger.decline("model.rope", "it takes the rope from the model's config.json: change it there")
     if model.id in models:
         ledger.express("model.id")
         return ["--model_name", model.id]

@@ -25,22 +25,24 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
+from kvtune.models import Rope, load_model
 from kvtune.runtime import apply_profile
 
 MODEL = {model!r}
+FINGERPRINT = {fingerprint!r}
+ROPE = Rope({override!r}, {length!r})
 PROFILE = Path(__file__).with_name("profile.json")
 
 
 def main(prompt: str, new_tokens: int = 64) -> str:
     """The model's continuation of ``prompt``."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype={dtype!r})
-    apply_profile(model, PROFILE)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
-    tokens = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-    return tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    loaded = load_model(MODEL, dtype={dtype!r}, rope=ROPE)
+    if loaded.fingerprint != FINGERPRINT:
+        sys.exit(f"the profile is for weights {{FINGERPRINT}}, {{MODEL}} has {{loaded.fingerprint}}")
+    apply_profile(loaded.model, PROFILE)
+    inputs = loaded.tokenizer(prompt, return_tensors="pt").to(loaded.device)
+    tokens = loaded.model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+    return loaded.tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 if __name__ == "__main__":
@@ -62,8 +64,15 @@ def write(ledger: Ledger) -> Mapping[str, str]:
         "dense_layers": list(resolved.dense_layers),
         "cache": profile.cache.model_dump() if profile.cache else None,
     }
+    rope = profile.model.rope
     script = _SCRIPT.format(
-        model=profile.model.id, kvtune=__version__, version=VERSION, dtype=profile.geometry.dtype
+        model=profile.model.id,
+        fingerprint=profile.model.fingerprint,
+        override=rope.override if rope else None,
+        length=rope.length if rope else None,
+        kvtune=__version__,
+        version=VERSION,
+        dtype=profile.geometry.dtype,
     )
     _account(ledger)
     return {"profile.json": as_json(document), "run_profile.py": script}
@@ -79,8 +88,8 @@ V5_24 = Exporter(
 
 
 def _account(ledger: Ledger) -> None:
-    keys = ("model.id", "context_length.min", "context_length.max", "dense_layers", "cache.policy")
-    ledger.express(*keys, "cache.fraction", "policy.name")
+    ledger.express("model.id", "model.rope.override", "model.rope.length", "policy.name", "dense_layers")
+    ledger.express("context_length.min", "context_length.max", "cache.policy", "cache.fraction")
     ledger.express(*(f"policy.parameters.{name}" for name in ledger.profile.policy.parameters))
     ledger.express(
         *(f"overrides.{layer}.{name}" for layer, own in ledger.profile.overrides.items() for name in own)

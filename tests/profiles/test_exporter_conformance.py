@@ -47,6 +47,8 @@ CHANGES = [
     ("kv_precision.keys", "fp8"),
     ("kv_precision.values", "int4"),
     ("model.id", "someone/Other-Llama"),
+    ("model.rope", {"override": "yarn:4"}),
+    ("model.rope", {"override": "dynamic:4", "length": 9000}),
     ("context_length.min", 16384),
     ("context_length.max", 65536),
 ]

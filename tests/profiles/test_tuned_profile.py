@@ -28,6 +28,7 @@ def trace(profile, tmp_path):
         "layers": [0],
         "kv_heads": [0],
         "values": True,
+        "rope": {"override": "yarn:4", "length": None},
         "workload": {"task": "niah_single", "context": 4},
     }
     writer = TraceWriter(tmp_path / "tiny.trace", header)
@@ -75,6 +76,7 @@ def wave(**parameters) -> Candidate:
 def test_settings_evidence_and_origin_are_carried_over(trace):
     profile = from_tuning(result(wave(retrieval=0.03)), trace, seed=5)
     assert (profile.model.id, profile.model.fingerprint) == ("tiny", "beef")
+    assert profile.model.rope is not None and profile.model.rope.override == "yarn:4"
     assert (profile.context_length.min, profile.context_length.max) == (900, 1000)
     assert profile.policy.parameters["retrieval"] == 0.03
     assert profile.overrides == {2: {"retrieval": 0.1}}
