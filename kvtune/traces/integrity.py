@@ -32,6 +32,18 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def footer_checksum(path: Path) -> str:
+    """SHA-256 of a Parquet file's footer: its schema, layout and statistics, a few kilobytes at the end.
+
+    Always checked before Arrow sees the file: a footer with a flipped bit can bring the process down.
+    """
+    with path.open("rb") as file:
+        end = file.seek(-8, os.SEEK_END)
+        length = int.from_bytes(file.read(4), "little")
+        file.seek(max(0, end - length))
+        return hashlib.sha256(file.read()).hexdigest()
+
+
 def digest(manifest: dict[str, Any]) -> str:
     """SHA-256 over the manifest's content, its own ``digest`` field left out."""
     content = {key: value for key, value in manifest.items() if key != "digest"}
@@ -64,7 +76,9 @@ def load_manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise TraceError(f"'{file}' is not a kvtune trace manifest")
     version = manifest.get("format_version")
-    if isinstance(version, int) and version > FORMAT_VERSION:
+    if type(version) is not int or version < 1:
+        raise damaged(file, f"its format version is {version}")
+    if version > FORMAT_VERSION:
         raise TraceError(
             f"'{file}' has trace format {version}; this kvtune reads formats up to {FORMAT_VERSION}",
             "upgrade kvtune",
@@ -111,6 +125,13 @@ def check_file(file: Path, entry: dict[str, Any]) -> None:
     check_size(file, entry)
     if checksum(file) != entry["sha256"]:
         raise TraceError(f"'{file}' is corrupt: its checksum does not match the manifest", RECAPTURE)
+
+
+def check_footer(file: Path, entry: dict[str, Any]) -> None:
+    """``file`` has the size and footer its manifest ``entry`` records. Raises ``TraceError`` naming it."""
+    check_size(file, entry)
+    if footer_checksum(file) != entry["footer_sha256"]:
+        raise TraceError(f"'{file}' is corrupt: its footer does not match the manifest", RECAPTURE)
 
 
 def damaged(file: Path, reason: object) -> TraceError:

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvtune.errors import InputError, TraceError
 from kvtune.geometry import LayerInfo, ModelGeometry
 from kvtune.traces.files import VectorFile
-from kvtune.traces.integrity import check_file, check_size, damaged, load_manifest
+from kvtune.traces.integrity import check_file, check_footer, check_size, damaged, load_manifest
 from kvtune.traces.schema import (
     DTYPES,
     MANIFEST,
@@ -154,7 +154,7 @@ class Trace:
         if self._verify and name not in self._verified:
             check_file(file, entry)
             self._verified.add(name)
-        check_size(file, entry)
+        check_footer(file, entry)
         return VectorFile(file, schema)
 
     def _file(self, name: str) -> tuple[Path, dict[str, Any]]:

@@ -24,7 +24,15 @@ import kvtune
 from kvtune.errors import InputError, RunError, TraceError
 from kvtune.traces.atomic import move, remove, sync, write_json
 from kvtune.traces.files import VectorWriter
-from kvtune.traces.integrity import check_header, check_size, checksum, digest, is_trace, load_manifest
+from kvtune.traces.integrity import (
+    check_header,
+    check_size,
+    checksum,
+    digest,
+    footer_checksum,
+    is_trace,
+    load_manifest,
+)
 from kvtune.traces.sample_writer import SampleWriter
 from kvtune.traces.schema import (
     DTYPES,
@@ -298,4 +306,9 @@ def _there(path: Path, resume: bool, overwrite: bool) -> bool:
 
 def _entry(file: Path, rows: int) -> dict[str, Any]:
     """A file's manifest entry."""
-    return {"rows": rows, "bytes": file.stat().st_size, "sha256": checksum(file)}
+    return {
+        "rows": rows,
+        "bytes": file.stat().st_size,
+        "sha256": checksum(file),
+        "footer_sha256": footer_checksum(file),
+    }
