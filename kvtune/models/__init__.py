@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from kvtune.models.adapters import attention_through, cached, crop, feed, new_cache, sdpa
+from kvtune.models.adapters import attention_modules, attention_through, cached, crop, feed, new_cache, sdpa
 from kvtune.models.catalog import CATALOG, PackagedModel
 from kvtune.models.conversion import cache_folder, convert, is_converted
-from kvtune.models.loading import LoadedModel, adopt, find_model, load_config, load_model, load_tokenizer
+from kvtune.models.loading import (
+    LoadedModel,
+    ModelFiles,
+    adopt,
+    choose_device,
+    choose_dtype,
+    find_model,
+    load_model,
+    load_tokenizer,
+    open_model,
+)
 from kvtune.models.rope import Rope
 
 __all__ = [
     "CATALOG",
     "LoadedModel",
+    "ModelFiles",
     "PackagedModel",
     "Rope",
     "adopt",
+    "attention_modules",
     "attention_through",
+    "choose_device",
+    "choose_dtype",
     "cache_folder",
     "cached",
     "convert",
@@ -22,9 +36,9 @@ __all__ = [
     "feed",
     "find_model",
     "is_converted",
-    "load_config",
     "load_model",
     "load_tokenizer",
+    "open_model",
     "new_cache",
     "sdpa",
 ]

@@ -65,6 +65,25 @@ class LoadedModel:
         return frozenset(configured if isinstance(configured, list | tuple) else [configured])
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model whose weights are not read yet: what can be known of it in a second."""
+
+    source: Source
+    tokenizer: Any
+    config: Any
+
+    def resolved(self, rope: Rope) -> tuple[Any, Rope]:
+        """A copy of the configuration with ``rope`` applied, and the rope as it turned out."""
+        config = copy.deepcopy(self.config)
+        return config, resolve_rope(config.get_text_config(decoder=True), rope)
+
+    def geometry(self, dtype: str, rope: Rope = OWN_ROPE) -> ModelGeometry:
+        """The geometry that the configuration promises."""
+        config, _ = self.resolved(rope)
+        return read_geometry(config.get_text_config(decoder=True), dtype)
+
+
 def find_model(name: str, progress: Progress | None = None) -> Source:
     """Where ``name`` is: a catalog name, a folder, a ``.gguf`` file (converted if need be) or a hub id.
 
@@ -93,24 +112,28 @@ def load_tokenizer(source: Source) -> Any:
     return _from_pretrained(AutoTokenizer, source, "tokenizer")
 
 
-def load_config(source: Source, rope: Rope = OWN_ROPE) -> tuple[Any, Rope]:
-    """Configuration with ``rope`` applied, and the rope as resolved (see :func:`resolve_rope`)."""
+def open_model(name: str, progress: Progress | None = None) -> ModelFiles:
+    """Find the model called ``name`` and read all but its weights.
+
+    Raises ``InputError`` for a model that cannot be had or is not a decoder.
+    """
+    source = find_model(name, progress)
     config = _from_pretrained(AutoConfig, source, "configuration")
     if getattr(config, "is_encoder_decoder", False):
         name = (config.architectures or [type(config).__name__])[0]
         raise InputError(f"{name} is an encoder-decoder, whose cross-attention kvtune cannot capture yet")
-    return config, resolve_rope(config.get_text_config(decoder=True), rope)
+    return ModelFiles(source, load_tokenizer(source), config)
 
 
 def load_model(
-    name: str,
+    model: str | ModelFiles,
     device: str = "auto",
     dtype: str = "auto",
     rope: str | Rope | None = None,
     length: int | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Load the model called ``name`` and make sure that the attention hook serves it.
+    """Load a model, given by name or opened, and make sure that the attention hook serves it.
 
     ``device`` is a torch device or ``auto`` (the GPU if there is one). ``dtype`` is ``float32``,
     ``bfloat16``, ``float16`` or ``auto``: the model's own on a GPU; float32 on a CPU, which computes it two
@@ -118,24 +141,22 @@ def load_model(
     (``yarn:4``) or repeats a recorded one; ``length`` is the longest timeline in tokens, needed only where
     the rope depends on it. Raises ``InputError`` in one sentence for anything that cannot be had or captured.
     """
-    source = find_model(name, progress)
-    wanted = rope if isinstance(rope, Rope) else Rope(rope, length)
+    files = open_model(model, progress) if isinstance(model, str) else model
     place = choose_device(device)
-    tokenizer = load_tokenizer(source)
-    own, _ = load_config(source)
-    config, resolved = load_config(source, wanted)
+    config, resolved = files.resolved(rope if isinstance(rope, Rope) else Rope(rope, length))
     refuse_unserved(_skeleton(config))
     precision = choose_dtype(dtype, place, config)
-    model = _from_pretrained(
+    weights = _from_pretrained(
         AutoModelForCausalLM,
-        source,
+        files.source,
         "weights",
         config=config,
         dtype=getattr(torch, precision),
         attn_implementation="sdpa",
         use_safetensors=True,
     ).to(place)
-    return adopt(model, tokenizer, source.id, own_config=own.get_text_config(decoder=True), rope=resolved)
+    own = files.config.get_text_config(decoder=True)
+    return adopt(weights, files.tokenizer, files.source.id, own_config=own, rope=resolved)
 
 
 def adopt(
