@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from kvtune.analysis.page import figure
 from kvtune.analysis.plots import Series, Show, bar_chart, heatmap, line_chart
-from kvtune.analysis.text import number, percent, size
+from kvtune.analysis.text import number, percent, tokens
 
 Document = Mapping[str, Any]
 
@@ -23,7 +23,8 @@ def locality_figures(document: Document, table: pa.Table) -> list[str]:
         _overlap_by_lag(document),
         _locality_by_layer(document),
         _working_set(document),
-        _map(table, "overlap", "overlap with the next step", percent, lag=1),
+        _map(table, "query_cosine", "Query cosine with the next step", number, lag=1),
+        _map(table, "overlap", "Overlap@100 with the next step", percent, lag=1),
     ]
 
 
@@ -31,18 +32,19 @@ def concentration_figures(document: Document, table: pa.Table) -> list[str]:
     return [
         _tokens_by_layer(document),
         _zones_by_layer(document),
-        _map(table, "tokens_95", "tokens for 95% of the mass", number),
-        _map(table, "entropy", "entropy in nats", number),
+        _map(table, "tokens_95", "Tokens for 95% of the mass", tokens, log=True),
+        _map(table, "entropy", "Entropy in nats", number),
     ]
 
 
 def policy_figures(document: Document, table: pa.Table) -> list[str]:
     return [
         _error_by_layer(document),
-        _map(table, "error", "output error", number),
         _coverage_by_layer(document),
         _bytes_by_layer(document),
         _error_by_turn(document),
+        _map(table, "error", "Output error", number),
+        _map(table, "mass", "Attention mass held", percent),
     ]
 
 
@@ -109,11 +111,17 @@ def _working_set(document: Document) -> str:
         Series("if no token came twice", widths, unlike, dashed=True),
     ]
     plot = line_chart(
-        lines, "decode steps together", "distinct tokens", log_x=True, log_y=True, x_ticks=widths
+        lines,
+        "decode steps together",
+        "distinct tokens",
+        show=tokens,
+        log_x=True,
+        log_y=True,
+        x_ticks=widths,
     )
     last = max(sets)
-    title = f"{last} steps together need {number(sets[last])} distinct top tokens per head"
-    title += f", not {number(unlike[-1])}"
+    title = f"{last} steps together need {tokens(sets[last])} distinct top tokens per head"
+    title += f", not {tokens(unlike[-1])}"
     return figure(title, plot, "The size a cache would need to hold what that many steps ask for.")
 
 
@@ -124,9 +132,9 @@ def _tokens_by_layer(document: Document) -> str:
     ]
     if not _known(lines[1]):
         return ""
-    plot = line_chart(lines, "layer", "tokens needed", log_y=True)
+    plot = line_chart(lines, "layer", "tokens needed", show=tokens, log_y=True)
     mean, visible = document["tokens_for_mass"]["95"], document["visible_tokens"]
-    title = f"95% of the attention mass needs {number(mean)} of {number(visible)} tokens on average"
+    title = f"95% of the attention mass needs {tokens(mean)} of {tokens(visible)} tokens on average"
     low, high = _extremes(lines[1])
     title += f"; most in layer {high}, least in layer {low}" if low != high else ""
     return figure(title, plot, "Fewest tokens that hold the mass, mean over heads and steps. Low: sparse.")
@@ -186,7 +194,16 @@ def _bytes_by_layer(document: Document) -> str:
     if not _known(policy):
         return ""
     full = _by_layer("full attention", layers, "full_read_bytes_per_step")
-    plot = line_chart([policy, full], "layer", "bytes read per step", show=size, y_range=(0, 0))
+    unit, name = (1 << 20, "MiB") if max(full.y) >= 1 << 20 else (1 << 10, "KiB")
+    plot = bar_chart(
+        [str(entry["layer"]) for entry in layers],
+        [y / unit for y in policy.y],
+        "layer",
+        f"{name} read per step",
+        marks_at=[y / unit for y in full.y],
+        mark_label="full attention",
+        value_label=document["policy"]["name"],
+    )
     share = document["read_bytes_per_step"] / document["full_read_bytes_per_step"]
     title = f"The policy reads {percent(share)} of the bytes that full attention reads"
     return figure(
@@ -205,15 +222,24 @@ def _error_by_turn(document: Document) -> str:
     return figure(title, plot, "Methods that drop tokens tend to get worse turn by turn.")
 
 
-def _map(table: pa.Table, metric: str, label: str, show: Show, lag: int | None = None) -> str:
+def _map(
+    table: pa.Table, metric: str, label: str, show: Show, lag: int | None = None, log: bool = False
+) -> str:
     """A layer × head heatmap of a metric's mean over samples, turns and steps."""
     heads, layers, values = head_means(table, metric, lag)
     if not len(heads):
         return ""
     rows, columns = [str(layer) for layer in layers], [str(head) for head in heads]
-    plot = heatmap(rows, columns, values.tolist(), "query head", "layer", show=show, cell_label=label)
-    title = f"{label[0].upper()}{label[1:]}, head by head: {show(float(np.nanmin(values)))} "
-    return figure(f"{title}to {show(float(np.nanmax(values)))}", plot, "Hover over a cell to read its value.")
+    plot = heatmap(
+        rows, columns, values.tolist(), "query head", "layer", show=show, cell_label=label, log=log
+    )
+    low, high = (
+        np.unravel_index(place, values.shape) for place in (np.nanargmin(values), np.nanargmax(values))
+    )
+    ends = [f"{show(float(values[r, c]))} (layer {layers[r]}, head {heads[c]})" for r, c in (low, high)]
+    return figure(
+        f"{label}: from {ends[0]} to {ends[1]}", plot, "Mean over steps. Point at a cell to read it."
+    )
 
 
 def head_means(

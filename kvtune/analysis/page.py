@@ -7,9 +7,9 @@ from html import escape
 
 STYLE = """
 :root{color-scheme:light dark;--bg:#f7f7f5;--panel:#fff;--ink:#1b212b;--muted:#5b6675;--rule:#dde1e7;
---s1:#1f66d1;--s2:#c4570b;--s3:#1f7a4d;--s4:#7a3fc4;--heat:#0b4fa8;--good:#1f7a4d;--bad:#b3261e}
+--s1:#1f66d1;--s2:#c4570b;--s3:#1f7a4d;--s4:#7a3fc4;--heat:#0b4fa8;--bar:#6d9de3;--good:#1f7a4d;--bad:#b3261e}
 @media (prefers-color-scheme:dark){:root{--bg:#14171c;--panel:#1c2128;--ink:#e6e9ee;--muted:#9aa5b4;
---rule:#333b46;--s1:#6ea8ff;--s2:#f2a15f;--s3:#62c894;--s4:#c09bf2;--heat:#7db4ff;--good:#62c894;--bad:#ff8a80}}
+--rule:#333b46;--s1:#6ea8ff;--s2:#f2a15f;--s3:#62c894;--s4:#c09bf2;--heat:#7db4ff;--bar:#4a78b8;--good:#62c894;--bad:#ff8a80}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--bg);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",
 "DejaVu Sans",sans-serif}
@@ -17,7 +17,7 @@ main{max-width:1180px;margin:0 auto;padding:32px 20px 64px}
 h1{font-size:1.75rem;line-height:1.2;margin:0 0 .3rem}
 h2{font-size:1.25rem;margin:2.6rem 0 .4rem}
 p{max-width:75ch;margin:.5rem 0}
-.sub{color:var(--muted);margin:0 0 1.2rem}
+.sub{color:var(--muted);margin:0 0 1.2rem;max-width:none}
 .short{background:var(--panel);border:1px solid var(--rule);border-left:4px solid var(--s1);border-radius:8px;
 padding:.8rem 1.1rem;margin:1rem 0}
 .short ul{margin:.2rem 0;padding-left:1.2rem}.short li{margin:.25rem 0}
@@ -27,19 +27,19 @@ figure h3{font-size:1rem;line-height:1.35;margin:0 0 .5rem}
 figcaption{color:var(--muted);font-size:.875rem;margin-top:.4rem}
 svg{display:block;width:100%;height:auto}
 svg text{fill:var(--muted);font-size:12px}svg text.axis{fill:var(--ink)}
-.grid{stroke:var(--rule)}.hit{fill:transparent}.cell{fill:var(--heat)}.bar{fill:var(--s1);fill-opacity:.75}
+.grid{stroke:var(--rule)}.hit{fill:transparent}.cell{fill:var(--heat)}.bar{fill:var(--bar)}
 .mark{stroke:var(--s2);stroke-width:2.5}
 .line{fill:none;stroke-width:2}.line.dashed{stroke-dasharray:5 4;stroke-width:1.5}
 .l1{stroke:var(--s1)}.l2{stroke:var(--s2)}.l3{stroke:var(--s3)}.l4{stroke:var(--s4)}
 .d1{fill:var(--s1)}.d2{fill:var(--s2)}.d3{fill:var(--s3)}.d4{fill:var(--s4)}
 .band{fill-opacity:.13}.b1{fill:var(--s1)}.b2{fill:var(--s2)}.b3{fill:var(--s3)}.b4{fill:var(--s4)}
-g:hover>.dot{r:5}g:hover>.bar{fill-opacity:1}.cell:hover{stroke:var(--ink);stroke-width:1.5}
+g:hover>.dot{r:5}g:hover>.bar{fill:var(--s1)}.cell:hover{stroke:var(--ink);stroke-width:1.5}
 .legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;align-items:center;font-size:.85rem;color:var(--muted);
 margin:.4rem 0 0}
 .legend i{display:inline-block;width:18px;border-top:3px solid;margin-right:.4rem;vertical-align:middle}
 .legend i.dashed{border-top-style:dashed;border-top-width:2px}
 .k1{color:var(--s1)}.k2{color:var(--s2)}.k3{color:var(--s3)}.k4{color:var(--s4)}
-.legend i.bar-key{height:10px;border:0;background:var(--s1);opacity:.75}.mark-key{color:var(--s2)}
+.legend i.bar-key{height:10px;border:0;background:var(--bar)}.mark-key{color:var(--s2)}
 .legend i.ramp{width:160px;height:10px;border:0;border-radius:2px;margin:0;
 background:linear-gradient(90deg,color-mix(in srgb,var(--heat) 6%,var(--panel)),var(--heat))}
 .wide{overflow-x:auto;background:var(--panel);border:1px solid var(--rule);border-radius:8px;margin:.8rem 0}
@@ -47,7 +47,8 @@ table{border-collapse:collapse;width:100%;font-size:.92rem}
 th,td{padding:.42rem .8rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
 tr:last-child td{border-bottom:0}th{font-weight:600;color:var(--muted);white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.yes{color:var(--good);font-weight:600}.no{color:var(--bad);font-weight:600}.open{color:var(--muted)}
+.dense table{font-size:.85rem}.dense th,.dense td{padding:.3rem .55rem}.dense th{white-space:normal}
+.yes,.no,.open{white-space:nowrap}.yes{color:var(--good);font-weight:600}.no{color:var(--bad);font-weight:600}.open{color:var(--muted)}
 details{margin:.8rem 0}summary{cursor:pointer;font-weight:600}
 .small{font-size:.85rem;color:var(--muted)}code{font-size:.92em}
 """

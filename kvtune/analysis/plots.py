@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from kvtune.analysis.text import number
+from kvtune.analysis.text import number, short
 
 Show = Callable[[float], str]
 
@@ -46,7 +46,7 @@ class Axis:
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(max(value, self.low))
         share = (value - low) / (high - low) if high > low else 0.5
-        return round(self.start + share * (self.stop - self.start), 1)
+        return round(self.start + share * (self.stop - self.start), 2)
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -147,12 +147,17 @@ def heatmap(
     *,
     show: Show = number,
     cell_label: str = "",
+    log: bool = False,
 ) -> str:
-    """A matrix as coloured cells, first row on top; darker (on dark: brighter) is more; NaN stays empty."""
+    """A matrix as coloured cells, first row on top; darker (on dark: brighter) is more; NaN stays empty.
+
+    ``log`` colours positive values by their logarithm.
+    """
     known = [value for row in values for value in row if not math.isnan(value)]
     if not known:
         return ""
     low, high = min(known), max(known)
+    colour = Axis(low, high, 0.06, 1.0, log and low > 0)
     wide = (WIDTH - LEFT - RIGHT) / len(columns)
     tall = min(28.0, max(9.0, 420 / len(rows)))
     height = TOP + tall * len(rows) + BOTTOM
@@ -168,14 +173,16 @@ def heatmap(
         for c, value in enumerate(row):
             if math.isnan(value):
                 continue
-            share = (value - low) / (high - low) if high > low else 1.0
             title = f"{y_label} {rows[r]}, {x_label} {columns[c]}: {cell_label} {show(value)}"
             drawn.append(
                 f'<rect class="cell" x="{LEFT + c * wide:.1f}" y="{TOP + r * tall:.1f}" width="{wide:.1f}" '
-                f'height="{tall:.1f}" fill-opacity="{0.06 + 0.94 * share:.3f}">'
+                f'height="{tall:.1f}" fill-opacity="{colour.at(value)}">'
                 f"<title>{escape(title)}</title></rect>"
             )
-    scale = f'<p class="legend"><span>{show(low)}</span><i class="ramp"></i><span>{show(high)}</span></p>'
+    note = " (logarithmic)" if colour.log else ""
+    scale = (
+        f'<p class="legend"><span>{show(low)}</span><i class="ramp"></i><span>{show(high)}{note}</span></p>'
+    )
     return _svg(drawn, WIDTH, height, f"{cell_label} by {y_label} and {x_label}") + scale
 
 
@@ -213,7 +220,7 @@ def _grid(axis: Axis, ticks: Sequence[float], show: Show, width: float) -> list[
     for tick in ticks:
         y = axis.at(tick)
         drawn.append(f'<line class="grid" x1="{LEFT}" x2="{width - RIGHT}" y1="{y}" y2="{y}"/>')
-        drawn.append(_text(LEFT - 8, y + 4, show(tick), "tick", "end"))
+        drawn.append(_text(LEFT - 8, y + 4, short(show(tick)), "tick", "end"))
     return drawn
 
 
@@ -224,7 +231,7 @@ def _x_ticks(axis: Axis, ticks: Sequence[float]) -> list[str]:
         if x < free:
             continue
         free = x + 24
-        drawn.append(_text(x, HEIGHT - BOTTOM + 17, number(tick), "tick", "middle"))
+        drawn.append(_text(x, HEIGHT - BOTTOM + 17, short(number(tick)), "tick", "middle"))
     return drawn
 
 
@@ -251,7 +258,7 @@ def _line(line: Series, place: int, x_axis: Axis, y_axis: Axis, show: Show) -> l
     dashed = " dashed" if line.dashed else ""
     drawn = [f'<polyline class="line l{place}{dashed}" points="{path}"/>']
     for index, (x, y) in enumerate(points):
-        title = f"{line.label}, {number(line.x[index])}: {show(line.y[index])}"
+        title = f"{line.label}, {short(number(line.x[index]))}: {show(line.y[index])}"
         if line.low is not None and line.high is not None:
             title += f" ({show(line.low[index])} to {show(line.high[index])})"
         drawn.append(

@@ -10,8 +10,9 @@ from typing import Any
 import pyarrow as pa
 
 from kvtune.analysis.figures import concentration_figures, locality_figures, policy_figures
+from kvtune.analysis.metrics import METRICS
 from kvtune.analysis.page import Html, bullets, page, section, table
-from kvtune.analysis.text import MISSING, number, percent, size
+from kvtune.analysis.text import MISSING, number, percent, size, tokens
 
 Document = Mapping[str, Any]
 
@@ -24,7 +25,7 @@ def render_report(document: Document, metrics: pa.Table) -> str:
     policy_plots = policy_figures(document, metrics)
     parts = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="sub">{escape(_subtitle(document))}</p>',
+        f'<p class="sub">{escape(subtitle(document))}</p>',
         bullets(findings(document)),
         f"<p>{escape(_HOW_TO_READ)}</p>",
         "<h2>Summary</h2>",
@@ -36,6 +37,7 @@ def render_report(document: Document, metrics: pa.Table) -> str:
         ),
         section(f"What {policy['name']} costs and loses", f"{_POLICY} Here: {named}.", policy_plots),
         _layer_table(document),
+        _glossary(),
         _provenance(document),
     ]
     return page(title, "\n".join(part for part in parts if part))
@@ -73,15 +75,15 @@ def findings(document: Document) -> list[str]:
         )
     visible, needed = document["visible_tokens"], document["tokens_for_mass"]
     found.append(
-        f"Of {number(visible)} visible tokens, {number(needed['90'])} hold 90% of the attention mass, "
-        f"{number(needed['95'])} hold 95%, {number(needed['99'])} hold 99% (mean over heads, layers, steps)."
+        f"Of {tokens(visible)} visible tokens, {tokens(needed['90'])} hold 90% of the attention mass, "
+        f"{tokens(needed['95'])} hold 95%, {tokens(needed['99'])} hold 99% (mean over heads, layers, steps)."
     )
     error, mass = document["output_error"], document["attention_mass"]
     if not math.isnan(error["mean"]):
         share = document["read_bytes_per_step"] / document["full_read_bytes_per_step"]
         found.append(
             f"{document['policy']['name']} reads {percent(share)} of full attention's bytes per step, "
-            f"attends {number(document['effective_tokens'])} tokens exactly and holds "
+            f"attends {tokens(document['effective_tokens'])} tokens exactly and holds "
             f"{percent(mass['mean'])} of the mass; its output is off by {number(error['mean'])} on average, "
             f"by {number(error['p95'])} at the 95th percentile (relative to the exact output)."
         )
@@ -94,30 +96,28 @@ def findings(document: Document) -> list[str]:
 
 def summary_rows(document: Document) -> list[tuple[str, str, str, str]]:
     """Measure, value, 95% interval, what it means."""
-    error, mass = document["output_error"], document["attention_mass"]
+    error, mass, entropy = document["output_error"], document["attention_mass"], document["entropy"]
     near, overlap = document["query_cosine"].get("lag1", {}), document["overlap_at_100"].get("lag1", {})
-    recall = document["recall_at_100"]
+    recall, needed = document["recall_at_100"], document["tokens_for_mass"]
     read, full = document["read_bytes_per_step"], document["full_read_bytes_per_step"]
+    even = tokens(math.exp(entropy["mean"]))
     rows = [
-        ("Query cosine, neighbouring steps", number(near.get("mean")), _interval(near, number),
-         "1: the next step asks exactly the same"),
-        ("Overlap@100, neighbouring steps", percent(overlap.get("mean")), _interval(overlap, percent),
-         "share of the top 100 tokens in common"),
-        ("Entropy of attention", number(document["entropy"]["mean"]), _interval(document["entropy"], number),
-         "nats; its exponential is the number of tokens attended evenly"),
-        ("Tokens for 90 / 95 / 99% of the mass",
-         " / ".join(number(document["tokens_for_mass"][share]) for share in ("90", "95", "99")), MISSING,
-         f"of {number(document['visible_tokens'])} visible tokens"),
+        ("Query cosine, adjacent steps", number(near.get("mean")), _interval(near, number),
+         "1: the next step asks the same"),
+        ("Overlap@100, adjacent steps", percent(overlap.get("mean")), _interval(overlap, percent),
+         "top 100 tokens in common"),
+        ("Entropy of attention", number(entropy["mean"]), _interval(entropy, number),
+         f"nats: like {even} tokens, evenly"),
+        ("Tokens for 90, 95, 99%", ", ".join(tokens(needed[share]) for share in ("90", "95", "99")),
+         MISSING, f"of the mass; {tokens(document['visible_tokens'])} visible"),
         ("Attention mass held", percent(mass["mean"]), _interval(mass, percent),
-         "softmax weight of the tokens attended exactly"),
-        ("Output error", number(error["mean"]), _interval(error, number),
-         f"relative to full attention; median {number(error['p50'])}, p95 {number(error['p95'])}"),
-        ("Index recall@100", percent(recall["index"]), MISSING, "top tokens found outside the steady zone"),
-        ("Attention recall@100", percent(recall["attention"]), MISSING, "top tokens found among all"),
-        ("Effective tokens", number(document["effective_tokens"]), MISSING,
-         "attended exactly per step and KV head, page rounding included"),
-        ("Bytes read per step", size(read), MISSING,
-         f"from device memory, all layers and KV heads measured; full attention: {size(full)}"),
+         "weight of the exact tokens"),
+        ("Output error, relative", number(error["mean"]), _interval(error, number),
+         f"p50 {number(error['p50'])}, p95 {number(error['p95'])}"),
+        ("Index recall@100", percent(recall["index"]), MISSING, "found, beyond the steady zone"),
+        ("Attention recall@100", percent(recall["attention"]), MISSING, "found, of all tokens"),
+        ("Effective tokens", tokens(document["effective_tokens"]), MISSING, "exact, per step and KV head"),
+        ("Bytes read per step", size(read), MISSING, f"{percent(read / full)} of full: {size(full)}"),
     ]  # fmt: skip
     return [row for row in rows if row[1] != MISSING]
 
@@ -132,14 +132,25 @@ def _summary_table(document: Document) -> str:
 
 def _claims_table(document: Document) -> str:
     verdicts = {
-        True: Html('<span class="yes">holds here</span>'),
-        False: Html('<span class="no">does not hold here</span>'),
-        None: Html('<span class="open">cannot tell from this trace</span>'),
+        True: Html('<span class="yes">holds</span>'),
+        False: Html('<span class="no">does not hold</span>'),
+        None: Html('<span class="open">cannot tell</span>'),
     }
-    rows = [(c["claim"], c["measured"], verdicts[c["holds"]], c["source"]) for c in document["claims"]]
+    rows = [
+        (
+            f"{c['claim'][0].upper()}{c['claim'][1:]}",
+            c["measured"],
+            verdicts[c["holds"]],
+            c["test"],
+            c["source"],
+        )
+        for c in document["claims"]
+    ]
     if not rows:
         return ""
-    return "<h2>Claims from the literature</h2>" + table(["claim", "measured", "verdict", "source"], rows)
+    return "<h2>Claims from the literature</h2>" + table(
+        ["claim", "measured", "verdict", "tested as", "source"], rows
+    )
 
 
 def _layer_table(document: Document) -> str:
@@ -152,16 +163,28 @@ def _layer_table(document: Document) -> str:
             entry["policy"],
             number(entry["query_cosine"].get("lag1", {}).get("mean")),
             percent(entry["overlap_at_100"].get("lag1", {}).get("mean")),
-            number(entry["tokens_for_mass"]["95"]),
+            tokens(entry["tokens_for_mass"]["95"]),
             percent(entry["attention_mass"]["mean"]),
             number(entry["output_error"]["mean"]),
             number(entry["output_error"]["p95"]),
             percent(entry["recall_at_100"]["index"]),
-            number(entry["effective_tokens"]),
+            tokens(entry["effective_tokens"]),
             size(entry["read_bytes_per_step"]),
         ])  # fmt: skip
     shown = table(columns, rows, [0, *range(2, len(columns))])
-    return f"<h2>Layer by layer</h2><details open><summary>All layers as numbers</summary>{shown}</details>"
+    return f'<h2>Layer by layer</h2><div class="dense">{shown}</div>'
+
+
+def _glossary() -> str:
+    rows = [(name, metric.unit, metric.heads, metric.meaning) for name, metric in METRICS.items()]
+    shown = table(["metric", "unit", "per", "meaning"], rows)
+    return (
+        "<h2>How it is measured</h2><p>Scores are those of the model's own softmax: post-RoPE queries and "
+        "keys, scaled, each query seeing every key up to its own position (cut by its layer's window). "
+        "Means run over decode steps, heads, layers and samples; bands and percentiles over the same "
+        "values.</p><details><summary>All metrics of metrics.parquet</summary>"
+        f'<div class="dense">{shown}</div></details>'
+    )
 
 
 def _provenance(document: Document) -> str:
@@ -180,11 +203,12 @@ def _provenance(document: Document) -> str:
     return "<h2>Where this comes from</h2>" + table(["", ""], rows)
 
 
-def _subtitle(document: Document) -> str:
+def subtitle(document: Document) -> str:
+    """What was measured, in one line."""
     context, heads = document["context_tokens"], document["heads"]
-    length = number(float(context["min"]))
+    length = tokens(float(context["min"]))
     if context["max"] != context["min"]:
-        length += f" to {number(float(context['max']))}"
+        length += f" to {tokens(float(context['max']))}"
     scores = ", ".join(f"{task} {percent(score)}" for task, score in document["score"].items())
     return (
         f"{_count(document['samples'], 'sample')} · prompts of {length} tokens · "

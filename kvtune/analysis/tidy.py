@@ -93,13 +93,15 @@ class TidyTable:
 
 def aggregate(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Count [heads] and aggregations [heads, 5] of values [n, heads] over n, NaN left out (all NaN: NaN)."""
-    present = ~np.isnan(values)
-    count = present.sum(0)
+    absent = np.isnan(values)
+    count = len(values) - absent.sum(0)
+    shares = list(QUANTILES.values())
+    if not absent.any():
+        return count, np.vstack([values.mean(0), np.quantile(values, shares, axis=0)]).T
     table = np.full((values.shape[1], len(AGGREGATIONS)), np.nan)
     for head in np.flatnonzero(count):
-        column = values[present[:, head], head]
-        table[head, 0] = column.mean()
-        table[head, 1:] = np.quantile(column, list(QUANTILES.values()))
+        column = values[~absent[:, head], head]
+        table[head] = [column.mean(), *np.quantile(column, shares)]
     return count, table
 
 
