@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,4 +37,4 @@ GEOMETRY = ModelGeometry(
 def tiny_model() -> LlamaForCausalLM:
     """Three layers, 6 query and 2 kv heads, weights large enough that attention matters."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(CONFIG).eval()
+    return LlamaForCausalLM(copy.deepcopy(CONFIG)).eval()
