@@ -20,48 +20,43 @@ _TOKENS = 512
 _CENTROIDS = 512
 
 
-def prepare(keys: Tensor, mean: Tensor) -> Tensor:
-    """Centred keys in float32."""
-    return keys.float() - mean
+def refine(keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int, passes: int) -> Tensor:
+    """``passes`` × (assign, move to the mean, normalise) within each segment: see ``backends.Backend``."""
+    length, width = keys.shape[1] // n_segments, centroids.shape[1] // n_segments
+    centroids = centroids.clone(memory_format=torch.contiguous_format)
 
-
-def refine(keys: Tensor, centroids: Tensor, passes: int) -> Tensor:
-    """``passes`` × (assign, move to the mean, normalise) within each segment.
-
-    keys [B, n, d], centroids [B, c, d], both float32 → centroids [B, c, d] float32.
-    """
-    keys, centroids = keys.contiguous(), centroids.clone(memory_format=torch.contiguous_format)
-
-    def segment(b: int) -> None:
-        scratch = _Scratch(keys.shape[1])
-        rows, means = keys[b].numpy(), centroids[b].numpy()
+    def segment(item: tuple[int, int]) -> None:
+        h, s = item
+        centred = _centre(keys[h, s * length : (s + 1) * length], mean[h])
+        mine = centroids[h, s * width : (s + 1) * width]
+        scratch = _Scratch(length)
         for _ in range(passes):
-            scratch.assign(keys[b], centroids[b])
-            _move(rows, scratch.index, means)
+            scratch.assign(centred, mine)
+            _move(centred.numpy(), scratch.index, mine.numpy())
 
-    _parallel(segment, range(keys.shape[0]))
+    _parallel(segment, [(h, s) for h in range(keys.shape[0]) for s in range(n_segments)])
     return centroids
 
 
-def assign(keys: Tensor, centroids: Tensor) -> Tensor:
-    """Best centroid of each key by inner product, ties to the lowest: float32 [B, n, d] → [B, n] int64."""
-    batch, n, _ = keys.shape
-    assignment = torch.empty(batch, n, dtype=torch.int64)
+def assign(keys: Tensor, mean: Tensor, centroids: Tensor) -> Tensor:
+    """Best centroid by inner product with the centred keys: [H, N, d], [H, C, d] → [H, N] int64."""
+    heads, n, _ = keys.shape
+    assignment = torch.empty(heads, n, dtype=torch.int64)
 
     def block(item: tuple[int, int]) -> None:
-        b, start = item
-        part = keys[b, start : start + _TOKENS]
-        scratch = _Scratch(len(part))
-        scratch.assign(part, centroids[b])
-        assignment[b, start : start + _TOKENS] = torch.from_numpy(scratch.index)
+        h, start = item
+        centred = _centre(keys[h, start : start + _TOKENS], mean[h])
+        scratch = _Scratch(len(centred))
+        scratch.assign(centred, centroids[h])
+        assignment[h, start : start + _TOKENS] = torch.from_numpy(scratch.index)
 
-    _parallel(block, [(b, start) for b in range(batch) for start in range(0, n, _TOKENS)])
+    _parallel(block, [(h, start) for h in range(heads) for start in range(0, n, _TOKENS)])
     return assignment
 
 
-def cluster_sums(values: Tensor, assignment: Tensor, n_centroids: int) -> Tensor:
-    """Float32 sums per cluster, tokens added in order: [H, N, dv], [H, N] → [H, C, dv]."""
-    sums = torch.zeros(values.shape[0], n_centroids, values.shape[2])
+def cluster_sums(values: Tensor, assignment: Tensor, sizes: Tensor) -> Tensor:
+    """Float32 sums per cluster, tokens added in order: [H, N, dv], [H, N], [H, C] → [H, C, dv]."""
+    sums = torch.zeros(*sizes.shape, values.shape[2])
     assignment = assignment.contiguous()
 
     def head(h: int) -> None:
@@ -69,6 +64,10 @@ def cluster_sums(values: Tensor, assignment: Tensor, n_centroids: int) -> Tensor
 
     _parallel(head, range(values.shape[0]))
     return sums
+
+
+def _centre(keys: Tensor, mean: Tensor) -> Tensor:
+    return (keys.float() - mean).contiguous()
 
 
 class _Scratch:

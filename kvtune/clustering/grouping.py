@@ -21,9 +21,8 @@ def members(assignment: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
 
 def cluster_sizes(assignment: Tensor, n_centroids: int) -> Tensor:
     """Tokens per cluster: assignment [H, N] → [H, C] int64."""
-    heads = assignment.shape[0]
-    first = torch.arange(heads, device=assignment.device)[:, None] * n_centroids
-    return torch.bincount((assignment + first).flatten(), minlength=heads * n_centroids).view(heads, -1)
+    sizes = torch.zeros(assignment.shape[0], n_centroids, dtype=torch.int64, device=assignment.device)
+    return sizes.scatter_add_(1, assignment, torch.ones_like(assignment))
 
 
 def cluster_sums(values: Tensor, assignment: Tensor, n_centroids: int) -> Tensor:
@@ -32,4 +31,5 @@ def cluster_sums(values: Tensor, assignment: Tensor, n_centroids: int) -> Tensor
     values [H, N, dv] of any dtype, assignment [H, N] int64 in 0…C-1 → [H, C, dv] float32; an empty
     cluster's sum is zero.
     """
-    return backends.of(values).cluster_sums(values.detach(), assignment, n_centroids)
+    sizes = cluster_sizes(assignment, n_centroids)
+    return backends.of(values).cluster_sums(values.detach(), assignment, sizes)

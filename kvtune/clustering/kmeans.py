@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvtune.clustering import backends
-from kvtune.clustering.grouping import cluster_sizes, cluster_sums
+from kvtune.clustering.grouping import cluster_sizes
 from kvtune.errors import InputError
 
 
@@ -51,24 +51,20 @@ def segmented_kmeans(
     Raises ``InputError`` where the counts do not fit: N ≥ C ≥ 1, C divisible by ``n_segments``.
     """
     _check(keys, n_centroids, n_segments, iterations)
-    heads, n, dim = keys.shape
     keys = keys.detach()
-    mean = keys.mean(1, keepdim=True, dtype=torch.float32) if centre else torch.zeros(1, device=keys.device)
-    backend = backends.of(keys)
-    centred = backend.prepare(keys, mean)
+    heads, n, dim = keys.shape
+    mean = (
+        keys.mean(1, keepdim=True, dtype=torch.float32) if centre else keys.new_zeros(heads, 1, dim).float()
+    )
     starts = (2 * torch.arange(n_centroids, device=keys.device) + 1) * n // (2 * n_centroids)
-    centroids = centred[:, starts].float()
-
-    length, width = n // n_segments, n_centroids // n_segments
-    segments = centred[:, : length * n_segments].reshape(heads * n_segments, length, dim)
-    centroids = backend.refine(segments, centroids.reshape(heads * n_segments, width, dim), iterations - 1)
-    centroids = centroids.reshape(heads, n_centroids, dim)
+    backend = backends.of(keys)
+    centroids = backend.refine(keys, mean, keys[:, starts].float() - mean, n_segments, iterations - 1)
     if global_pass:
-        assignment = backend.assign(centred, centroids)
+        assignment = backend.assign(keys, mean, centroids)
     else:
-        assignment = _assign_local(backend, centred, centroids, n_segments)
+        assignment = _assign_local(backend, keys, mean, centroids, n_segments)
     sizes = cluster_sizes(assignment, n_centroids)
-    means = cluster_sums(keys, assignment, n_centroids) / sizes.clamp(min=1)[..., None]
+    means = backend.cluster_sums(keys, assignment, sizes) / sizes.clamp(min=1)[..., None]
     return Clustering(torch.where(sizes[..., None] > 0, means, centroids + mean), assignment, sizes)
 
 
@@ -83,15 +79,14 @@ def _check(keys: Tensor, n_centroids: int, n_segments: int, iterations: int) -> 
         raise InputError(f"{keys.shape[1]} tokens are fewer than the {n_centroids} centroids asked for")
 
 
-def _assign_local(backend: backends.Backend, keys: Tensor, centroids: Tensor, n_segments: int) -> Tensor:
+def _assign_local(
+    backend: backends.Backend, keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int
+) -> Tensor:
     """Best centroid of each token's own segment, as an index into all of the head's centroids."""
-    heads, n, dim = keys.shape
-    length, width = n // n_segments, centroids.shape[1] // n_segments
-    segments = keys[:, : length * n_segments].reshape(heads * n_segments, length, dim)
-    inside = backend.assign(segments, centroids.reshape(heads * n_segments, width, dim))
-    first = width * torch.arange(n_segments, device=keys.device)
-    inside = (inside.view(heads, n_segments, length) + first[:, None]).flatten(1)
-    if n == length * n_segments:
-        return inside
-    rest = backend.assign(keys[:, length * n_segments :], centroids[:, -width:]) + first[-1]
-    return torch.cat([inside, rest], 1)
+    length, width = keys.shape[1] // n_segments, centroids.shape[1] // n_segments
+    parts = []
+    for s in range(n_segments):
+        end = (s + 1) * length if s + 1 < n_segments else keys.shape[1]
+        mine = centroids[:, s * width : (s + 1) * width]
+        parts.append(backend.assign(keys[:, s * length : end], mean, mine) + s * width)
+    return torch.cat(parts, 1)
