@@ -161,8 +161,10 @@ def _estimation(summary: Summary) -> Claim | None:
 
 def _turns(summary: Summary) -> Claim | None:
     turns = summary.turns()
-    first, last = (summary.of_turn("error", turns[place]).mean for place in (0, -1))
-    if len(turns) < 2 or math.isnan(first) or math.isnan(last):
+    if len(turns) < 2:
+        return None
+    first, last = summary.of_turn("error", turns[0]).mean, summary.of_turn("error", turns[-1]).mean
+    if math.isnan(first) or math.isnan(last):
         return None
     return Claim(
         "the error does not grow over turns",
