@@ -43,3 +43,13 @@ def check_trace(profile: Profile, trace: Fingerprinted | Any) -> None:
             f"the trace is of {trace.model} (fingerprint {trace.fingerprint})",
             "validate it against a trace of the same weights",
         )
+
+
+def check_model(profile: Profile, loaded: Fingerprinted | Any) -> None:
+    """``InputError``, naming both, where a loaded model is not the profile's."""
+    if profile.model.fingerprint != loaded.fingerprint:
+        raise InputError(
+            f"the profile is for {profile.model.id} (fingerprint {profile.model.fingerprint}), "
+            f"this model is {loaded.id} (fingerprint {loaded.fingerprint})",
+            "tune a profile for this model",
+        )

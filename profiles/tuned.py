@@ -1,60 +1,36 @@
-"""The profile that a tuning run amounts to."""
+"""A profile from what a tuning study found."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import json
 from typing import Any
 
 from kvtune import __version__
-from kvtune.analysis.statistics import LEVEL, bootstrap_interval
-from kvtune.policies import Policy
 from kvtune.profiles.io import parse_profile
 from kvtune.profiles.schema import Profile
 from kvtune.traces import Trace
-from kvtune.tuning import TuneResult
+from kvtune.tuning import Candidate, Score, TuneResult
 
 
-def from_tuning(result: TuneResult, trace: Trace, seed: int, layers: Sequence[int] | None = None) -> Profile:
-    """What ``tune`` found on ``trace``, as a profile.
-
-    A policy's budget that is a count of tokens is stored per token of context, so that the profile scales;
-    other parameters are stored as they are. Intervals are bootstrapped over (timeline, layer) for the mean
-    error and over timelines for the bytes. ``layers`` are those measured (``None``: all of the trace).
-    """
-    measured = list(trace.layers if layers is None else layers)
-    score, plan = result.search["chosen"], result.chosen.plan
-    low, high = result.context_tokens
-    every = measured == list(range(trace.geometry.n_layers))
-    data = {
+def profile_of(result: TuneResult, trace: Trace, seed: int) -> Profile:
+    """The chosen setting of ``result``, its predictions and its held-out check, ready to be saved."""
+    plan = result.chosen.plan
+    shortest, longest = result.context_tokens
+    data: dict[str, Any] = {
         "kvtune_profile": 1,
-        "model": {"id": trace.model, "fingerprint": trace.fingerprint, "rope": _rope(trace)},
+        "model": {"id": trace.model, "fingerprint": trace.fingerprint},
         "geometry": trace.geometry.to_dict(),
-        "context_length": {"min": low, "max": high},
-        "policy": {
-            "name": plan.policy.name,
-            "parameters": _scaled(plan.policy, plan.policy.parameters(), high),
-        },
-        "overrides": {
-            layer: _scaled(plan.policy, own, high) for layer, own in sorted(plan.overrides.items())
-        },
+        "context_length": {"min": shortest, "max": longest},
+        "policy": {"name": plan.policy.name, "parameters": plan.policy.parameters()},
+        "overrides": {str(layer): dict(own) for layer, own in plan.overrides.items()},
         "dense_layers": list(plan.dense_layers),
         "cache": {"policy": "wave", "fraction": result.chosen.cache_fraction},
         "workload": _workload(trace),
-        "predicted": {
-            "level": LEVEL,
-            "layers": None if every else measured,
-            "output_error": {
-                "mean": _interval(score.error_mean, score.unit_errors),
-                "p95": {"value": score.error_p95},
-            },
-            "read_bytes_per_step": _interval(score.read_bytes_per_step, score.timeline_bytes),
-            "hit_ratio": None if score.hit_ratio is None else {"value": score.hit_ratio},
-        },
+        "predicted": _predicted(result),
         "held_out": {
             "samples": len(result.held_out_samples),
-            "chosen": result.held_out["chosen"].to_dict(),
-            "default": {"parameters": result.default.params(), **result.held_out["default"].to_dict()},
+            "chosen": _measured(result.chosen, result.held_out["chosen"]),
+            "default": _measured(result.default, result.held_out["default"]),
             "winner": result.winner,
             "difference": result.difference,
         },
@@ -65,40 +41,31 @@ def from_tuning(result: TuneResult, trace: Trace, seed: int, layers: Sequence[in
             "trials": result.trials,
         },
     }
-    return parse_profile(data, "the tuned profile")
-
-
-def _scaled(policy: Policy, parameters: Mapping[str, Any], context: int) -> dict[str, Any]:
-    """``parameters`` with a budget in tokens as a function of the context, exact at ``context`` tokens."""
-    count = parameters.get(policy.budget or "")
-    if isinstance(count, bool) or not isinstance(count, int):
-        return dict(parameters)
-    return {**parameters, str(policy.budget): {"per_token": count / context}}
-
-
-def _interval(value: float, units: Sequence[float]) -> dict[str, float]:
-    low, high = bootstrap_interval(units)
-    if math.isnan(low):
-        return {"value": value}
-    return {"value": value, "low": min(low, value), "high": max(high, value)}
-
-
-def _rope(trace: Trace) -> dict[str, Any] | None:
-    """The override that the capture recorded; a model's own rope needs no mention."""
-    recorded = trace.manifest.get("rope") or {}
-    if not recorded.get("override"):
-        return None
-    return {"override": recorded["override"], "length": recorded.get("length")}
+    return parse_profile(json.loads(json.dumps(data)), "the tuned profile")
 
 
 def _workload(trace: Trace) -> dict[str, Any]:
-    """The capture's own description, and what the samples turned out to hold."""
-    described = dict(trace.manifest.get("workload") or {})
     records = trace.samples
     return {
-        "task": str(described.pop("task", "prompts")),
+        "task": ", ".join(sorted({record.task for record in records})),
         "samples": trace.n_samples,
-        "requests": 1 + max((record.request for record in records), default=0),
-        "turns": 1 + max((record.turn for record in records), default=0),
-        "settings": described,
+        "requests": 1 + max(record.request for record in records),
+        "turns": 1 + max(record.turn for record in records),
     }
+
+
+def _predicted(result: TuneResult) -> dict[str, Any]:
+    def interval(name: str) -> dict[str, float]:
+        return dict(zip(("value", "low", "high"), result.intervals[name]))
+
+    predicted = {
+        "output_error": {"mean": interval("error_mean"), "p95": interval("error_p95")},
+        "read_bytes_per_step": interval("read_bytes_per_step"),
+    }
+    if "hit_ratio" in result.intervals:
+        predicted["hit_ratio"] = interval("hit_ratio")
+    return predicted
+
+
+def _measured(candidate: Candidate, score: Score) -> dict[str, Any]:
+    return {"parameters": candidate.params(), **score.to_dict()}

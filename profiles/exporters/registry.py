@@ -7,7 +7,7 @@ from pathlib import Path
 from kvtune import __version__
 from kvtune.errors import InputError, unknown
 from kvtune.profiles.checks import plan_of
-from kvtune.profiles.exporters import retroinfer, transformers
+from kvtune.profiles.exporters import lmcache, retroinfer, sglang, tensorrt_llm, transformers, vllm
 from kvtune.profiles.exporters.base import MANIFEST, Export, Exporter, Ledger, manifest
 from kvtune.profiles.files import write_all
 from kvtune.profiles.schema import Profile
@@ -16,6 +16,10 @@ EXPORTERS: tuple[Exporter, ...] = (
     retroinfer.V0,
     retroinfer.V1,
     transformers.V5_24,
+    vllm.V0_33,
+    sglang.V0_5_23,
+    tensorrt_llm.V1_4,
+    lmcache.V0_5_6,
 )
 
 
