@@ -24,6 +24,9 @@ class UnitAccesses:
     blocks, pages, tokens [sum] int64: block id, its pages of 8 tokens, the tokens wanted from it
     truncated [T] int64: blocks dropped at each step because the execution buffer was full
     context_tokens: tokens of the prompt, the base of a cache fraction
+
+    A block is read whole: its pages are numbered 0…p-1 and keep their numbers, so its page count stays
+    the same or grows as decoding fills it. A count that shrinks would leave open which pages were read.
     """
 
     offsets: NDArray[np.int64]
