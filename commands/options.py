@@ -28,18 +28,23 @@ def parse_layers(text: str | None, n_layers: int) -> list[int]:
 
     Raises ``InputError`` where the text cannot be read or names a layer outside 0…n_layers-1.
     """
+    return parse_indices(text, n_layers, "--layers", "layer")
+
+
+def parse_indices(text: str | None, count: int, option: str, what: str) -> list[int]:
+    """Like :func:`parse_layers`, for anything numbered 0…count-1 that ``option`` chooses from."""
     if text is None:
-        return list(range(n_layers))
+        return list(range(count))
     chosen: set[int] = set()
     for part in text.split(","):
         first, dash, last = (piece.strip() for piece in part.partition("-"))
         if not _is_index(first) or (dash and not _is_index(last)):
-            raise InputError(f"--layers cannot be read at '{part.strip()}'", "write it like 0,5-8")
+            raise InputError(f"{option} cannot be read at '{part.strip()}'", "write it like 0,5-8")
         low, high = int(first), int(last or first)
         if low > high:
-            raise InputError(f"--layers {low}-{high} runs backwards", f"write {high}-{low}")
-        if high >= n_layers:
-            raise InputError(f"layer {high} is out of range", f"there are {n_layers}: 0-{n_layers - 1}")
+            raise InputError(f"{option} {low}-{high} runs backwards", f"write {high}-{low}")
+        if high >= count:
+            raise InputError(f"{what} {high} is out of range", f"there are {count}: 0-{count - 1}")
         chosen.update(range(low, high + 1))
     return sorted(chosen)
 
