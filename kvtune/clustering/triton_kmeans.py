@@ -180,12 +180,11 @@ def _assign_kernel(
     # Always -CENTROIDS // 4; made to look lane-dependent, or the compiler splits mask and index in two.
     mask = tl.where(tl.arange(0, 4) < length + 4, -(CENTROIDS // 4), 0)
     scores = tl.dot(keys, centroid_tiles.load([problem * width, 0]).T)
-    start = 0
     for following in tl.range(CENTROIDS, width, CENTROIDS, num_stages=STAGES):
         ahead = tl.dot(keys, centroid_tiles.load([problem * width + following, 0]).T)
-        best, tile = _fold(scores, best, tile, start, mask, KEYS, CENTROIDS)
+        best, tile = _fold(scores, best, tile, following - CENTROIDS, mask, KEYS, CENTROIDS)
         scores = ahead
-        start = following
+    start = (width - 1) // CENTROIDS * CENTROIDS
     inside = start + tl.arange(0, CENTROIDS) < width
     scores = tl.where(inside[None, :], scores, _LOWEST)
     best, tile = _fold(scores, best, tile, start, mask, KEYS, CENTROIDS)
