@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from kvtune.models import LoadedModel
 
 # Before torch or numba is imported: results must not depend on the machine's cores.
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -27,4 +32,28 @@ def kvtune_cache(pytestconfig: pytest.Config) -> Path:
     """The user cache (converted models), kept between runs of the suite and apart from the user's own."""
     folder = Path(pytestconfig.cache.mkdir("kvtune"))
     os.environ["KVTUNE_CACHE"] = str(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedModel:
+    """The packaged model, in float32 on the CPU."""
+    from kvtune.models import load_model
+
+    return load_model("smollm2-135m", device="cpu")
+
+
+@pytest.fixture(scope="session")
+def smollm2_trace(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real trace: two samples of 1,000 tokens and 16 decode steps, with two requests and one request."""
+    from tiny_models import GivenSamples
+
+    from kvtune.capturing import capture
+    from kvtune.workloads import get_workload
+
+    task = get_workload("niah_single")
+    shared, single = task.samples(smollm2.tokenizer, 1000, 2, 1, 2, 0)
+    samples = GivenSamples([shared, replace(single, requests=single.requests[:1])])
+    folder = tmp_path_factory.mktemp("traces") / "smollm2.trace"
+    capture(smollm2, samples, folder, decode=16, prompt_queries=128)
     return folder

@@ -75,9 +75,9 @@ def _unserved(config: Any, module: nn.Module, layer: int) -> str | None:
 
 def _layer_class(model: PreTrainedModel, layer: int) -> str:
     """Class of whatever stands at ``layer`` instead of attention."""
-    for module in model.modules():
-        if getattr(module, "layer_idx", None) == layer and not hasattr(module, "input_layernorm"):
-            return type(module).__name__
+    numbered = [module for module in model.modules() if getattr(module, "layer_idx", None) == layer]
+    if numbered:
+        return type(numbered[-1]).__name__  # the innermost: a block may know its number too
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) > layer:
             return type(module[layer]).__name__
