@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from kvtune.errors import InputError
 from kvtune.policies import get_policy
@@ -11,11 +11,21 @@ from kvtune.profiles.resolved import Resolved
 from kvtune.profiles.schema import Profile
 
 
-class Fingerprinted(Protocol):
+class TraceLike(Protocol):
     """What :func:`check_trace` needs of a trace."""
 
     @property
     def model(self) -> str: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class ModelLike(Protocol):
+    """What :func:`check_model` needs of a loaded model."""
+
+    @property
+    def id(self) -> str: ...
 
     @property
     def fingerprint(self) -> str: ...
@@ -35,21 +45,20 @@ def check_policy(profile: Profile) -> None:
         plan_of(profile.resolve(length))
 
 
-def check_trace(profile: Profile, trace: Fingerprinted | Any) -> None:
+def check_trace(profile: Profile, trace: TraceLike) -> None:
     """``InputError``, naming both, where the trace is of another model than the profile."""
-    if profile.model.fingerprint != trace.fingerprint:
-        raise InputError(
-            f"the profile is for {profile.model.id} (fingerprint {profile.model.fingerprint}), "
-            f"the trace is of {trace.model} (fingerprint {trace.fingerprint})",
-            "validate it against a trace of the same weights",
-        )
+    _require_same(profile, trace.fingerprint, f"the trace is of {trace.model}")
 
 
-def check_model(profile: Profile, loaded: Fingerprinted | Any) -> None:
-    """``InputError``, naming both, where a loaded model is not the profile's."""
-    if profile.model.fingerprint != loaded.fingerprint:
+def check_model(profile: Profile, loaded: ModelLike) -> None:
+    """``InputError``, naming both, where the model at hand is another than the profile's."""
+    _require_same(profile, loaded.fingerprint, f"the model is {loaded.id}")
+
+
+def _require_same(profile: Profile, fingerprint: str, other: str) -> None:
+    if profile.model.fingerprint != fingerprint:
         raise InputError(
             f"the profile is for {profile.model.id} (fingerprint {profile.model.fingerprint}), "
-            f"this model is {loaded.id} (fingerprint {loaded.fingerprint})",
-            "tune a profile for this model",
+            f"{other} (fingerprint {fingerprint})",
+            "a profile holds for the weights it was tuned on",
         )
