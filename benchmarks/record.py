@@ -75,12 +75,21 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def best_seconds(body: Callable[[], object], repeats: int = 5) -> float:
     """The shortest of ``repeats`` timed calls, after one that is not counted."""
-    body()
-    shortest = float("inf")
-    for _ in range(repeats):
-        start = perf_counter()
-        body()
-        shortest = min(shortest, perf_counter() - start)
+    return best_seconds_of(body, repeats=repeats)[0]
+
+
+def best_seconds_of(*bodies: Callable[[], object], repeats: int = 5) -> list[float]:
+    """:func:`best_seconds` of each of several bodies that take turns.
+
+    So a busy moment of the machine does not fall on one of them alone.
+    """
+    shortest = [float("inf")] * len(bodies)
+    for repeat in range(repeats + 1):
+        for index, body in enumerate(bodies):
+            start = perf_counter()
+            body()
+            if repeat:
+                shortest[index] = min(shortest[index], perf_counter() - start)
     return shortest
 
 

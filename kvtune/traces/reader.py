@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvtune.errors import InputError, TraceError
 from kvtune.geometry import LayerInfo, ModelGeometry
-from kvtune.traces.files import VectorFile
+from kvtune.traces.files import VectorFile, empty
 from kvtune.traces.integrity import check_file, check_footer, check_size, damaged, load_manifest
 from kvtune.traces.schema import (
     DTYPES,
@@ -144,7 +144,7 @@ class Trace:
         geometry = self.geometry
         dim = geometry.n_heads * geometry.value_dim
         file = self._open(name, projection_schema(layer, self.manifest["dtype"], dim))
-        weight = torch.empty(file.rows(0), dim, dtype=self.dtype)
+        weight = empty((file.rows(0), dim), self.dtype)
         file.copy_into(weight, 0, "weight")
         by_head = weight.unflatten(1, (geometry.n_kv_heads, geometry.group * geometry.value_dim))
         return by_head[:, list(self.kv_heads)].flatten(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvtune.errors import InputError
 from kvtune.geometry import LayerInfo
-from kvtune.traces.files import VectorFile
+from kvtune.traces.files import VectorFile, empty
 from kvtune.traces.integrity import check_finite, damaged
 from kvtune.traces.schema import ANSWERS, Segment
 
@@ -183,7 +183,7 @@ class TimelineLayer:
     def _gather(self, column: str, dim: int) -> Tensor:
         file, groups = self._vectors
         trace = self.timeline.trace
-        out = torch.empty(len(trace.kv_heads), len(self.timeline), dim, dtype=trace.dtype)
+        out = empty((len(trace.kv_heads), len(self.timeline), dim), trace.dtype)
         for segment in self.timeline.segments:
             for row, head in enumerate(trace.kv_heads):
                 at = segment.start
@@ -218,7 +218,7 @@ def _read_queries(
     rows = [file.rows(group) for group in groups]
     if any(count % heads for count in rows):
         raise damaged(file.path, f"a row group does not hold {heads} heads per query")
-    queries = torch.empty(sum(rows) // heads, heads, info.head_dim, dtype=dtype)
+    queries = empty((sum(rows) // heads, heads, info.head_dim), dtype)
     columns = torch.empty(3, sum(rows) // heads, dtype=torch.int64)
     at = 0
     for group, count in zip(groups, rows):

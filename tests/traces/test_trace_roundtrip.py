@@ -10,7 +10,7 @@ from tiny_traces import GEOMETRY, header, random_vectors, write_sample, write_tr
 
 import kvtune
 from kvtune.errors import InputError
-from kvtune.traces import TraceWriter, open_trace, sample_writer
+from kvtune.traces import TraceWriter, files, open_trace, sample_writer
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,6 +180,39 @@ def test_large_groups_are_split_and_joined_again(tmp_path, monkeypatch):
     layer = open_trace(tmp_path / "split").timelines(0)[0].layer(0)
     assert torch.equal(layer.keys, torch.cat([whole[0, 0, s, "keys"] for s in (0, 1, 2)], 1))
     assert torch.equal(layer.queries, torch.cat([whole[0, 0, s, "queries"] for s in (0, 1, 2)]))
+
+
+def test_vectors_are_read_raw_or_decoded_to_the_same_bits(tmp_path, monkeypatch):
+    """One page per row group is read as plain bytes; several, as some Arrow versions write, are decoded."""
+    decoded = []
+    decode = files.VectorFile._decode_into
+    monkeypatch.setattr(
+        files.VectorFile, "_decode_into", lambda *args: decoded.append(args[2:]) or decode(*args)
+    )
+
+    def read(path):
+        layer = open_trace(path).timelines(0)[0].layer(0)
+        return torch.cat(
+            [bits(layer.keys).flatten(), bits(layer.values).flatten(), bits(layer.queries).flatten()]
+        )
+
+    write_trace(tmp_path / "one")
+    raw = read(tmp_path / "one")
+    assert not decoded
+    monkeypatch.setattr(files, "_ONE_PAGE", {"data_page_size": 32, "write_batch_size": 2})
+    write_trace(tmp_path / "many")
+    assert torch.equal(read(tmp_path / "many"), raw)
+    assert {name for _, name in decoded} == {"key", "value", "query"}
+
+
+def test_memory_for_large_reads():
+    """Huge pages or not, it is an ordinary writable tensor that outlives the file."""
+    for shape in [(3, 5), (2, 1 << 20, 3)]:
+        tensor = files.empty(shape, torch.bfloat16)
+        assert tensor.shape == shape
+        tensor[:] = 1.5
+        assert float(tensor[-1].float().mean()) == 1.5
+        assert tensor.is_contiguous()
 
 
 def test_queries_may_come_in_any_number_of_calls(tmp_path):
