@@ -1,7 +1,8 @@
 """A tokenizer's chat template, cut into the token pieces of a timeline: context | question | answer | …
 
 The template is rendered once with sentinels in place of the context, questions and answers, and cut at them;
-nothing else is assumed about it. Without a template, the pieces are joined by newlines.
+nothing else is assumed about it. Texts stay as they are, also where a template would trim them. Without a
+template, the pieces are joined by newlines.
 
 **Seams.** Each piece is tokenised as it would be behind the text that precedes it, so the pieces together
 equal the tokens of the whole rendered conversation, except where the tokenizer would merge characters across
@@ -72,14 +73,6 @@ class Conversation:
             left = asked + answer
         return tuple(turns)
 
-    def text(self, context: str, exchanges: Sequence[tuple[str, str | None]]) -> str:
-        """The whole conversation as text: what the pieces together stand for (BOS of plain text apart)."""
-        parts = [self._opening, context]
-        for i, (question, reference) in enumerate(exchanges):
-            parts.append(self._questions[i].replace(_QUESTION, question))
-            parts.append("" if reference is None else self._leads[i] + reference)
-        return "".join(parts)
-
 
 def split_messages(tokenizer: Tokenizer, messages: Messages) -> tuple[str, str]:
     """A given chat as (text up to the end of its last message, the closing and the generation prompt).
@@ -103,7 +96,8 @@ def begin_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 
 def raw_ids(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
     """Tokens of a text outside any template: with one leading BOS if the tokenizer adds it by itself."""
-    return _leading_bos(tokenizer) + encode(tokenizer, text)
+    ids, bos = encode(tokenizer, text), _leading_bos(tokenizer)
+    return ids if ids[:1] == bos else bos + ids
 
 
 def encode(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
