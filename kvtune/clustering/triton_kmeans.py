@@ -12,7 +12,7 @@ bits count as ties.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -38,7 +38,9 @@ GLOBAL = Tiles(keys=256, warps=8)
 
 
 def supports(keys: Tensor) -> bool:
-    """Whether rows can be fetched as aligned tiles that fit on chip."""
+    """Whether the device has a tensor copy engine (Hopper on), and rows are aligned and fit on chip."""
+    if keys.is_cuda and torch.cuda.get_device_capability(keys.device) < (9, 0):
+        return False
     return keys.shape[-1] % 8 == 0 and keys.shape[-1] <= 256
 
 
@@ -48,7 +50,7 @@ def refine(keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int, passe
     keys [H, N, d], mean [H, 1, d] float32, centroids [H, C, d] float32 → centroids [H, C, d] float32.
     """
     keys = _loadable(keys)
-    problems = _Problems(keys, mean, centroids.shape[1], n_segments)
+    problems = Problems(keys, mean, centroids.shape[1], n_segments)
     centroids = centroids.to(_product_dtype(keys)).contiguous()
     for _ in range(passes):
         problems.assign(centroids, LOCAL)
@@ -59,7 +61,7 @@ def refine(keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int, passe
 def assign(keys: Tensor, mean: Tensor, centroids: Tensor) -> Tensor:
     """Best centroid by inner product with the centred keys: [H, N, d], [H, C, d] → [H, N] int64."""
     keys = _loadable(keys)
-    problems = _Problems(keys, mean, centroids.shape[1], 1)
+    problems = Problems(keys, mean, centroids.shape[1], 1)
     problems.assign(centroids.to(_product_dtype(keys)).contiguous(), GLOBAL)
     return problems.assignment.long()
 
@@ -78,7 +80,7 @@ def cluster_sums(values: Tensor, assignment: Tensor, sizes: Tensor) -> Tensor:
     return sums
 
 
-class _Problems:
+class Problems:
     """Independent k-means problems, one a segment, with the buffers their passes share."""
 
     def __init__(self, keys: Tensor, mean: Tensor, n_centroids: int, n_segments: int) -> None:
@@ -92,6 +94,8 @@ class _Problems:
 
     def assign(self, centroids: Tensor, tiles: Tiles) -> None:
         """Fill ``assignment`` and ``sizes`` (zero before)."""
+        if self.padded > 128:
+            tiles = replace(tiles, keys=tiles.keys // 2)
         key_tiles = TensorDescriptor.from_tensor(self.keys.flatten(0, 1), [tiles.keys, self.padded])
         centroid_tiles = TensorDescriptor.from_tensor(
             centroids.view(-1, self.dim), [tiles.centroids, self.padded]
@@ -103,13 +107,16 @@ class _Problems:
             num_warps=tiles.warps,
         )  # fmt: skip
 
-    def move(self, centroids: Tensor) -> None:
-        """Move ``centroids`` to the normalised means of their keys and zero ``sizes``."""
+    def move(self, centroids: Tensor, rows: int = 16, warps: int = 1) -> None:
+        """Move ``centroids`` to the normalised means of their keys and zero ``sizes``.
+
+        One program a cluster; ``rows`` of its keys are fetched at a time.
+        """
         order, starts = _sort(self.assignment, self.sizes)
         _move_kernel[(self.width, self.count)](
             self.keys, self.mean, order, starts, self.sizes, centroids,
             self.stride, self.length, self.segments, self.width, self.dim,
-            DIM=self.padded, ROWS=16, num_warps=1,
+            DIM=self.padded, ROWS=rows, num_warps=warps,
         )  # fmt: skip
 
 
