@@ -112,7 +112,7 @@ def _run(step: Step, quiet: bool) -> dict[str, Any]:
 
 
 def _capture(found: dict[str, Any]) -> str:
-    scores = ", ".join(f"{task} {cell(score)}" for task, score in found["score"].items())
+    scores = ", ".join(f"{task} {cell(score)}" for task, score in found["score"].items() if score is not None)
     return (
         f"{found['samples']} samples, {found['tokens']:,} tokens, {found['decode_steps']:,} decode steps, "
         f"{bytes_text(found['bytes'])}; score: {scores or 'none'}"

@@ -43,6 +43,8 @@ def prepare() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    # Bars that libraries draw beside kvtune's own; the hub's download bar does not heed this one.
+    os.environ.setdefault("TQDM_DISABLE", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

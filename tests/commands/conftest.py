@@ -40,10 +40,13 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
     def call(*arguments: object) -> Ran:
         capsys.readouterr()
+        before = dict(os.environ)
         try:
             exit_code = run([str(argument) for argument in arguments])
         finally:
             logging.disable(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(before)
         return Ran(exit_code, *capsys.readouterr())
 
     return call

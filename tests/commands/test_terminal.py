@@ -62,9 +62,22 @@ def test_no_colour_where_it_is_not_wanted(terminal, json_mode):
 
 
 def test_a_terminal_sets_the_width(terminal):
-    sent = ESCAPE.sub("", terminal("policies"))
-    assert "wave_index" in sent
-    assert max(len(line.rstrip("\r")) for line in sent.split("\n")) <= 60
+    code = """
+from kvtune.commands.output import Output
+output = Output()
+output.line("word " * 50)
+output.table(["name", "text"], [["full", "word " * 50]])
+output.closing(None, "kvtune " + "word " * 50)
+"""
+    *wrapped, closing = ESCAPE.sub("", terminal(code=code)).rstrip().split("\n")
+    assert len(wrapped) > 8 and max(len(line.rstrip("\r")) for line in wrapped) <= 60
+    assert len(closing) > 200, "a command to copy is one line"
+
+
+@pytest.mark.parametrize("columns", ["50", "70"])
+def test_help_follows_the_width(terminal, columns):
+    lines = terminal("doctor", "--help", env={"COLUMNS": columns}).split("\r\n")
+    assert "Usage: kvtune doctor" in lines[0] and max(map(len, lines)) <= int(columns)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +124,8 @@ prepare()
 warnings.warn("a warning of somebody else")
 logging.getLogger("transformers").warning("a log line of somebody else")
 logging.getLogger("transformers").error("an error of somebody else")
+from tqdm.auto import tqdm
+list(tqdm(range(3), desc="a bar of somebody else"))
 """
 
 
@@ -118,12 +133,14 @@ def test_chatter_is_kept_out_unless_debugging(shell):
     assert shell(code=CHATTER).err == "an error of somebody else\n"
     told = shell(code=CHATTER, env={"KVTUNE_DEBUG": "1"}).err
     assert "a warning of somebody else" in told and "a log line of somebody else" in told
+    assert "a bar of somebody else" in told
 
 
-def test_a_reader_that_leaves_is_no_error(environment):
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",)])
+def test_a_reader_that_leaves_is_no_error(environment, arguments):
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-c", "from kvtune.commands.app import main; main()", "policies", "--json"]
+    command = [sys.executable, "-c", "from kvtune.commands.app import main; main()", *arguments]
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=environment({}), check=False)
     os.close(write)
     assert done.stderr == b"" and done.returncode == 1
