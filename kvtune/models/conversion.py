@@ -6,13 +6,16 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvtune.errors import InputError
+from kvtune.errors import InputError, KvtuneError
 from kvtune.models.adapters import quiet
 from kvtune.models.fingerprint import file_digest
 from kvtune.progress import Progress, silent
@@ -76,7 +79,7 @@ def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    try:
+    with _reading(gguf):
         reader = GGUFReader(gguf)
         rope = _rope(reader)
         parsed = load_gguf_checkpoint(str(gguf))["config"]
@@ -88,9 +91,6 @@ def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         loaded = load_gguf_checkpoint(
             str(gguf), return_tensors=True, model_to_load=skeleton, torch_dtype=torch.bfloat16
         )
-    except (ValueError, KeyError, IndexError, NotImplementedError, UnicodeDecodeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{gguf} cannot be read as a GGUF model: {reason}") from None
     missing = sorted(set(skeleton.load_state_dict(loaded["tensors"], strict=False, assign=True).missing_keys))
     if config.tie_word_embeddings:
         missing = [name for name in missing if name != "lm_head.weight"]
@@ -102,6 +102,24 @@ def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor]]:
     config.architectures = [type(skeleton).__name__]
     config.dtype = torch.bfloat16
     return config, loaded["tensors"]
+
+
+@contextmanager
+def _reading(gguf: Path) -> Iterator[None]:
+    """Turn whatever the GGUF readers raise into one sentence, and keep their own progress bars away."""
+    from transformers import modeling_gguf_pytorch_utils as library
+
+    bars: Any = library.tqdm
+    library.tqdm = partial(bars, disable=True)
+    try:
+        yield
+    except (KvtuneError, OSError, MemoryError):
+        raise
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"{gguf} cannot be read as a GGUF model: {reason}") from error
+    finally:
+        library.tqdm = bars
 
 
 def _rope(reader: Any) -> dict[str, Any]:
@@ -130,7 +148,8 @@ def _rope(reader: Any) -> dict[str, Any]:
 
 
 def _tokenizer(gguf: Path) -> Any:
-    return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    with _reading(gguf):
+        return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
 
 
 def _write(folder: Path, config: Any, state: dict[str, torch.Tensor]) -> None:

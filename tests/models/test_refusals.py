@@ -1,4 +1,4 @@
-"""What the hook cannot serve is refused in one sentence that names the layer class, before weights are read."""
+"""What the hook cannot serve is refused in one sentence that names the layer class."""
 
 from __future__ import annotations
 
