@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from kvtune.traces.integrity import check_finite
+from kvtune.traces.layer import TimelineLayer
 from kvtune.traces.reader import Trace, open_trace
 from kvtune.traces.sample_writer import SampleWriter
 from kvtune.traces.schema import SampleRecord, Segment
-from kvtune.traces.timeline import Timeline, TimelineLayer
+from kvtune.traces.timeline import Timeline
 from kvtune.traces.writer import TraceWriter
 
 __all__ = [

@@ -12,9 +12,8 @@ from typing import Any
 def write_json(path: Path, document: Any, indent: int | None = None) -> None:
     """Write ``document`` with sorted keys: equal documents are equal files."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(document, file, indent=indent, sort_keys=True, allow_nan=False)
-        file.write("\n")
+    text = json.dumps(document, indent=indent, sort_keys=True, allow_nan=False)
+    temporary.write_text(f"{text}\n", encoding="utf-8")
     move(temporary, path)
 
 

@@ -47,14 +47,14 @@ def footer_checksum(path: Path) -> str:
 def digest(manifest: dict[str, Any]) -> str:
     """SHA-256 over the manifest's content, its own ``digest`` field left out."""
     content = {key: value for key, value in manifest.items() if key != "digest"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def is_trace(path: Path) -> bool:
     """Whether ``path`` is a kvtune trace folder, whole or unfinished, of any format version."""
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(manifest, dict) and manifest.get("format") == FORMAT
 
@@ -71,8 +71,8 @@ def load_manifest(path: Path) -> dict[str, Any]:
         raise TraceError(f"'{path}' is not a kvtune trace: it has no {MANIFEST}")
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise TraceError(f"'{file}' is damaged: {_first_line(error)}", RECAPTURE) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(file, error) from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise TraceError(f"'{file}' is not a kvtune trace manifest")
     version = manifest.get("format_version")
@@ -85,9 +85,9 @@ def load_manifest(path: Path) -> dict[str, Any]:
         )
     missing = [key for key in (*MANIFEST_FIELDS, *HEADER_FIELDS) if key not in manifest]
     if missing:
-        raise TraceError(f"'{file}' is damaged: it lacks {', '.join(missing)}", RECAPTURE)
+        raise damaged(file, f"it lacks {', '.join(missing)}")
     if manifest["digest"] != digest(manifest):
-        raise TraceError(f"'{file}' is damaged or was edited: its digest does not match", RECAPTURE)
+        raise damaged(file, "its digest does not match its content")
     return manifest
 
 
@@ -116,27 +116,28 @@ def check_size(file: Path, entry: dict[str, Any]) -> None:
     except OSError:
         raise TraceError(f"'{file}' is missing", RECAPTURE) from None
     if size != entry["bytes"]:
-        kind = "truncated" if size < entry["bytes"] else "corrupt"
-        raise TraceError(f"'{file}' is {kind}: {size} bytes, expected {entry['bytes']}", RECAPTURE)
+        kind = "truncated" if size < entry["bytes"] else "too long"
+        raise damaged(file, f"{kind}, {size} bytes instead of {entry['bytes']}")
 
 
 def check_file(file: Path, entry: dict[str, Any]) -> None:
     """``file`` has the size and checksum its manifest ``entry`` records. Raises ``TraceError`` naming it."""
     check_size(file, entry)
     if checksum(file) != entry["sha256"]:
-        raise TraceError(f"'{file}' is corrupt: its checksum does not match the manifest", RECAPTURE)
+        raise damaged(file, "its checksum does not match the manifest")
 
 
 def check_footer(file: Path, entry: dict[str, Any]) -> None:
     """``file`` has the size and footer its manifest ``entry`` records. Raises ``TraceError`` naming it."""
     check_size(file, entry)
     if footer_checksum(file) != entry["footer_sha256"]:
-        raise TraceError(f"'{file}' is corrupt: its footer does not match the manifest", RECAPTURE)
+        raise damaged(file, "its footer does not match the manifest")
 
 
 def damaged(file: Path, reason: object) -> TraceError:
-    """The error for a file whose content can't be understood."""
-    return TraceError(f"'{file}' is damaged: {_first_line(reason)}", RECAPTURE)
+    """The error for a file whose content is not what was written; of ``reason`` its first line is shown."""
+    line = (str(reason).splitlines() or [type(reason).__name__])[0]
+    return TraceError(f"'{file}' is damaged: {line}", RECAPTURE)
 
 
 def check_finite(
@@ -147,7 +148,7 @@ def check_finite(
     Raises ``TraceError`` naming sample, layer, head and position of the first one (by head, then position).
     """
     if not vectors.numel() or all(torch.isfinite(end) for end in torch.aminmax(vectors)):
-        return  # NaN passes through aminmax, which runs at memory speed; isfinite is 30 times slower
+        return  # aminmax passes NaN on and runs at memory speed; isfinite alone is 30 times slower
     finite = torch.isfinite(vectors).all(-1)
     head, row = torch.nonzero(~finite)[0].tolist()
     value = vectors[head, row]
@@ -157,7 +158,3 @@ def check_finite(
         f"position {int(positions[row])} is {bad}",
         "the model overflowed there: capture again with another dtype",
     )
-
-
-def _first_line(reason: object) -> str:
-    return (str(reason).splitlines() or [type(reason).__name__])[0]

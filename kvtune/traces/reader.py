@@ -17,6 +17,7 @@ from kvtune.errors import InputError, TraceError
 from kvtune.geometry import LayerInfo, ModelGeometry
 from kvtune.traces.files import VectorFile, empty
 from kvtune.traces.integrity import check_file, check_footer, check_size, damaged, load_manifest
+from kvtune.traces.layer import reduced
 from kvtune.traces.schema import (
     DTYPES,
     MANIFEST,
@@ -33,7 +34,7 @@ from kvtune.traces.schema import (
     query_name,
     query_schema,
 )
-from kvtune.traces.timeline import Timeline, branches, reduced
+from kvtune.traces.timeline import Timeline, branches
 
 
 def open_trace(path: str | Path, verify: bool = False) -> Trace:

@@ -176,6 +176,8 @@ class SampleWriter:
         self, request: int, turn: int, task: str, reference: str | None, generated: str, score: float | None
     ) -> None:
         """Note what one turn was asked to answer and what it answered."""
+        reference = None if reference is None else _encodable(reference)
+        generated = _encodable(generated)
         self.records.append(SampleRecord(self.index, task, request, turn, reference, generated, score))
 
     def close(self) -> dict[str, int]:
@@ -241,3 +243,8 @@ class SampleWriter:
 
 def _int32(numbers: Sequence[int] | Tensor) -> Tensor:
     return torch.as_tensor(numbers).detach().to("cpu", torch.int32, copy=True).reshape(-1)
+
+
+def _encodable(text: str) -> str:
+    """``text`` with lone surrogates, which JSON input can hold and UTF-8 cannot, as question marks."""
+    return text.encode("utf-8", "replace").decode("utf-8")

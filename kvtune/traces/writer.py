@@ -161,10 +161,11 @@ class TraceWriter:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             reason = "the disk is full" if full else (error.strerror or str(error))
             kept = len(self.completed)
-            samples = f"{kept or 'no'} complete sample{'s' if kept != 1 else ''} kept"
+            hints = ["free some space"] * full + ["continue with --resume"] * is_trace(self.path)
             raise RunError(
-                f"could not write {what} to '{self.path}': {reason}; {samples}",
-                "free some space and continue with --resume" if full else "continue with --resume",
+                f"could not write {what} to '{self.path}': {reason}; "
+                f"{kept or 'no'} complete sample{'s' if kept != 1 else ''} kept",
+                " and ".join(hints) or None,
             ) from error
 
     def _begin(self) -> None:

@@ -101,7 +101,7 @@ def test_missing(harmed, name):
 def test_grown(harmed, name):
     with (harmed / name).open("ab") as file:
         file.write(b"more")
-    assert f"'{harmed / name}' is corrupt" in refused(harmed, verify=False)
+    assert f"'{harmed / name}' is damaged: too long" in refused(harmed, verify=False)
 
 
 @pytest.mark.parametrize("name", EVERY_KIND)
@@ -213,7 +213,7 @@ def test_foreign_folders_and_files(tmp_path):
         assert "not a kvtune trace" in message
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe\x00", b'{"format": "kvtune-trace"'])
+@pytest.mark.parametrize("data", [b"", b"{", b"\xff\xfe\x00", b'{"format": "kvtune-trace"', b"[" * 100_000])
 def test_an_unreadable_manifest(harmed, data):
     (harmed / "manifest.json").write_bytes(data)
     message = refused(harmed)
@@ -245,6 +245,12 @@ def test_a_manifest_that_lacks_something(harmed, key):
 def test_an_edited_manifest(harmed):
     text = (harmed / "manifest.json").read_text()
     (harmed / "manifest.json").write_text(text.replace('"seed": 7', '"seed": 8'))
+    assert "digest" in refused(harmed)
+
+
+def test_a_manifest_with_a_number_that_json_does_not_know(harmed):
+    text = (harmed / "manifest.json").read_text()
+    (harmed / "manifest.json").write_text(text.replace('"seed": 7', '"seed": NaN'))
     assert "digest" in refused(harmed)
 
 

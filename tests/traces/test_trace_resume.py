@@ -268,5 +268,6 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path, monkeypatch):
 
 def test_another_disk_error_is_told_in_its_own_words(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"Not a directory; no complete samples kept"):
+    with pytest.raises(RunError, match=r"Not a directory; no complete samples kept") as failed:
         TraceWriter(tmp_path / "file" / "t", header())
+    assert failed.value.hint is None

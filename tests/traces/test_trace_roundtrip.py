@@ -79,6 +79,19 @@ def test_rows_and_metadata_reach_the_user(tmp_path):
     assert {s.sample for s in trace.segments(1)} == {1}
 
 
+def test_any_text_can_be_recorded(tmp_path):
+    texts = ["", "\ud800 alone", "\x00", "e\u0301 \U0001f600", "line\nline"]
+    writer = TraceWriter(tmp_path / "t", header(layers=[0]))
+    with writer.sample(0) as sample:
+        sample.segment(kind="context", request=-1, turn=-1, parent=-1, start=0, token_ids=[])
+        for turn, text in enumerate(texts):
+            sample.record(0, turn, "tiny", text, text, 0.5)
+    writer.finish()
+    records = open_trace(tmp_path / "t").samples
+    assert [r.generated for r in records] == ["", "? alone", *texts[2:]]
+    assert [r.reference for r in records] == [r.generated for r in records]
+
+
 def test_the_golden_branches(tmp_path):
     write_trace(tmp_path / "t")
     replaced, main, other = open_trace(tmp_path / "t").timelines(0)
