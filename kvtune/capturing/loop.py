@@ -42,6 +42,11 @@ class Session:
         self._advance = advance
         self._logits = torch.empty(0)
 
+    @property
+    def logits(self) -> Tensor:
+        """[V] after the last token fed; empty before the first."""
+        return self._logits
+
     def feed(self, ids: Sequence[int]) -> None:
         """Run ``ids`` through the model in chunks, after what was fed before."""
         device = self.loaded.device

@@ -40,8 +40,10 @@ class Selection:
     clusters      the clusters ``estimated`` points into
     blocks        [T, H, B] int64, cacheable blocks (clusters, or 16-token position blocks) that hold
                   the retrieved part of ``positions``, in rank order (best first), padded with -1
-    block_pages   [T, H, B] int64, pages of 8 tokens read from each block (0 where padded)
+    block_pages   [T, H, B] int64, pages of 8 tokens that each block has: what a cache holds and a miss
+                  transfers, the same at every step (0 where padded)
     block_tokens  [T, H, B] int64, tokens of ``positions`` that lie in each block (0 where padded)
+    touched_pages [T, H] int64, pages of the blocks that attention reads; ``None``: all of them
     truncated     [T, H] int64, blocks wanted but dropped because the execution buffer was full
 
     """
@@ -55,6 +57,7 @@ class Selection:
     blocks: Tensor | None = None
     block_pages: Tensor | None = None
     block_tokens: Tensor | None = None
+    touched_pages: Tensor | None = None
     truncated: Tensor | None = None
 
     def steps(self, part: slice) -> Selection:
@@ -73,6 +76,7 @@ class Selection:
             blocks=cut(self.blocks),
             block_pages=cut(self.block_pages),
             block_tokens=cut(self.block_tokens),
+            touched_pages=cut(self.touched_pages),
             truncated=cut(self.truncated),
         )
 
@@ -81,19 +85,21 @@ class Selection:
         return (self.positions >= 0).sum(-1)
 
     def pages(self) -> Tensor:
-        """Pages of exact K and V read, [T, H]: resident tokens rounded up, plus every block's pages."""
-        tokens = self.exact_tokens()
-        if self.block_pages is None or self.block_tokens is None:
-            return (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
-        resident = tokens - self.block_tokens.sum(-1)
-        return (resident + PAGE_TOKENS - 1) // PAGE_TOKENS + self.block_pages.sum(-1)
+        """Pages of exact K and V read, [T, H]: resident tokens rounded up, plus the retrieved pages."""
+        return (self._resident_tokens() + PAGE_TOKENS - 1) // PAGE_TOKENS + self._retrieved_pages()
 
     def effective_tokens(self) -> Tensor:
         """Resident tokens plus retrieved tokens after page rounding, [T, H]."""
+        return self._resident_tokens() + PAGE_TOKENS * self._retrieved_pages()
+
+    def _resident_tokens(self) -> Tensor:
         tokens = self.exact_tokens()
-        if self.block_pages is None or self.block_tokens is None:
-            return tokens
-        return tokens - self.block_tokens.sum(-1) + PAGE_TOKENS * self.block_pages.sum(-1)
+        return tokens if self.block_tokens is None else tokens - self.block_tokens.sum(-1)
+
+    def _retrieved_pages(self) -> Tensor | int:
+        if self.touched_pages is not None:
+            return self.touched_pages
+        return 0 if self.block_pages is None else self.block_pages.sum(-1)
 
     def read_bytes(self, layer: LayerInfo) -> Tensor:
         """Bytes one step reads from device memory, [T, H]: scan + estimation + exact pages.

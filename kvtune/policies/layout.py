@@ -39,18 +39,22 @@ def per_head(rows: Tensor, heads: int) -> Tensor:
 
 @dataclass
 class Blocks:
-    """Cacheable blocks of a step in rank order: ids, pages and tokens, each [T, H, B] (-1 / 0 padding)."""
+    """Cacheable blocks of a step in rank order: ids, pages and tokens, each [T, H, B] (-1 / 0 padding).
+
+    ``touched`` [T, H]: pages that hold a wanted token, all blocks together.
+    """
 
     ids: Tensor
     pages: Tensor
     tokens: Tensor
+    touched: Tensor
 
 
 def position_blocks(ranked: Tensor, length: int) -> Blocks:
     """The 16-token blocks that hold the tokens ``ranked`` [T, H, S] (best first, -1 as padding).
 
-    A block's rank is that of its best token. Only pages of 8 that hold a wanted token are read, so
-    8·pages − tokens is the read amplification. ``length`` bounds the positions.
+    A block's rank is that of its best token. A cache holds and fetches a block whole (2 pages), while
+    attention reads only the pages that hold a wanted token (``touched``). ``length`` bounds the positions.
     """
     steps, heads, width = ranked.shape
     n_pages = -(-max(length, 1) // BLOCK_TOKENS) * (BLOCK_TOKENS // PAGE_TOKENS)
@@ -66,9 +70,10 @@ def position_blocks(ranked: Tensor, length: int) -> Blocks:
     used = int((tokens.sum(-1) > 0).sum(-1).max()) if steps else 0
     _, ids = torch.sort(rank, dim=2, stable=True)
     ids = ids[..., :used]
-    pages = torch.gather((tokens > 0).sum(-1), 2, ids)
     counts = torch.gather(tokens.sum(-1), 2, ids)
-    return Blocks(torch.where(counts > 0, ids, -1), pages, counts)
+    pages = torch.where(counts > 0, BLOCK_TOKENS // PAGE_TOKENS, 0)
+    touched = (tokens > 0).sum((-1, -2))
+    return Blocks(torch.where(counts > 0, ids, -1), pages, counts, touched)
 
 
 def cluster_tokens(clusters: Tensor, order: Tensor, offsets: Tensor) -> Tensor:

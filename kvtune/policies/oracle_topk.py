@@ -63,6 +63,7 @@ class OracleTopK(Policy):
             blocks=blocks.ids,
             block_pages=blocks.pages,
             block_tokens=blocks.tokens,
+            touched_pages=blocks.touched,
         )
 
     def append(self, index: KeyStore, keys: Tensor, values: Tensor, positions: Tensor) -> None:

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from kvtune.analysis.statistics import bootstrap_interval
 from kvtune.caching import AccessLog, HitRatio, check_budgets, simulate
+from kvtune.capturing.loop import Mark, Session
 from kvtune.errors import InputError
-from kvtune.models import LoadedModel, crop, new_cache
+from kvtune.models import LoadedModel
 from kvtune.policies import get_policy
 from kvtune.policies.base import Policy
 from kvtune.policies.plan import Plan, as_plan
 from kvtune.progress import Progress, silent
-from kvtune.runtime.decoding import Answer, forced_pass, full_pass, prefill, prefilling
+from kvtune.runtime.decoding import Answer, forced_pass, full_pass, prefilling
 from kvtune.runtime.hook import attached
 from kvtune.runtime.sequence import Sequence
 from kvtune.workloads import Request, Sample
@@ -79,59 +79,52 @@ def live(
     with (progress or silent).task("live decoding", None) as task:
         for number, sample in enumerate(samples):
             _check_length(loaded, sample, decode)
-            cache = new_cache()
-            prefill(loaded, cache, sample.context_ids)
+            session = Session(loaded)
+            session.feed(sample.context_ids)
+            run_one = _Runner(session, sample, chosen, cache_fraction, decode, run)
             for request_number, request in enumerate(sample.requests):
-                _run_request(
-                    loaded,
-                    cache,
-                    sample,
-                    request,
-                    chosen,
-                    cache_fraction,
-                    decode,
-                    run,
-                    (number, request_number),
-                )
+                run_one(request, (number, request_number))
                 task.advance()
     if not run.requests:
         raise InputError("there was no request to run")
     return _document(run, chosen, cache_fraction, seed)
 
 
-def _run_request(
-    loaded: LoadedModel,
-    cache: DynamicCache,
-    sample: Sample,
-    request: Request,
-    plan: Plan,
-    cache_fraction: float,
-    decode: int,
-    run: LiveRun,
-    unit: tuple[int, int],
-) -> None:
-    """One request twice over the same context: full attention, then the plan, forced to the same tokens."""
-    context = len(sample.context_ids)
-    answers = full_pass(loaded, cache, request, decode)
-    crop(cache, context)
-    sequence = Sequence(plan, loaded.geometry, cache_fraction)
-    with attached(loaded.model, sequence):
-        if plan.policy.prompt_window:
-            _replay_prompt_tail(loaded, cache, sample, sequence)
-        forced = forced_pass(loaded, cache, request, answers, sequence)
-    crop(cache, context)
-    for full, sparse in zip(answers, forced):
-        _compare(full, sparse, run, loaded)
-    _collect(sequence, run, unit)
-    run.requests += 1
+@dataclass
+class _Runner:
+    """Runs requests over one context, which ``session`` holds."""
 
+    session: Session
+    sample: Sample
+    plan: Plan
+    cache_fraction: float
+    decode: int
+    run: LiveRun
 
-def _replay_prompt_tail(loaded: LoadedModel, cache: DynamicCache, sample: Sample, sequence: Sequence) -> None:
-    """Run the context's last tokens once more through the hook: the policy wants their queries."""
-    tail = min(sequence.plan.policy.prompt_window, len(sample.context_ids))
-    crop(cache, len(sample.context_ids) - tail)
-    with prefilling(sequence):
-        prefill(loaded, cache, sample.context_ids[-tail:])
+    def __call__(self, request: Request, unit: tuple[int, int]) -> None:
+        """One request twice: full attention, then the plan, forced to the same tokens."""
+        context = self.session.mark()
+        answers = full_pass(self.session, request, self.decode)
+        self.session.rewind(context)
+        loaded = self.session.loaded
+        sequence = Sequence(self.plan, loaded.geometry, self.cache_fraction)
+        with attached(loaded.model, sequence):
+            self._show_prompt_tail(sequence)
+            forced = forced_pass(self.session, request, answers, sequence)
+        self.session.rewind(context)
+        for full, sparse in zip(answers, forced):
+            _compare(full, sparse, self.run, loaded)
+        _collect(sequence, self.run, unit)
+        self.run.requests += 1
+
+    def _show_prompt_tail(self, sequence: Sequence) -> None:
+        """Run the context's last tokens once more through the hook where the policy wants their queries."""
+        tail = min(self.plan.policy.prompt_window, len(self.sample.context_ids))
+        if tail:
+            end = self.session.mark()
+            self.session.rewind(Mark(end.length - tail, end.logits))
+            with prefilling(sequence):
+                self.session.feed(self.sample.context_ids[-tail:])
 
 
 def _compare(full: Answer, sparse: Answer, run: LiveRun, loaded: LoadedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtune.analysis.evaluate import LayerTruth, build_index, evaluate, layer_truth
-from kvtune.caching import AccessLog, UnitAccesses, simulate
+from kvtune.analysis.statistics import bootstrap_interval
+from kvtune.caching import AccessLog, CacheResult, UnitAccesses, simulate
+from kvtune.caching.tally import COLD, PAGE
 from kvtune.policies.base import Policy
 from kvtune.policies.plan import Plan
 from kvtune.traces import Timeline, Trace
+
+Interval = tuple[float, float, float]
+"""A value and the ends of its interval: (value, low, high)."""
+DRAWS = 400
 
 
 @dataclass(frozen=True)
@@ -81,14 +88,15 @@ class Bench:
 
     def score(self, plan: Plan, cache_fraction: float) -> Score:
         """Measure ``plan`` with a wave buffer of ``cache_fraction``."""
-        rows = [[self.outcome(plan, i, layer) for layer in self.layers] for i in range(len(self.timelines))]
+        rows = self._rows(plan)
         errors = np.concatenate([o.errors.ravel() for row in rows for o in row])
+        cached = self._simulated(rows, cache_fraction)
         step_bytes = [np.sum([o.read_bytes for o in row], axis=0) for row in rows]
         return Score(
             error_mean=float(errors.mean()),
             error_p95=float(np.quantile(errors, 0.95)),
             read_bytes_per_step=float(np.concatenate(step_bytes).mean()),
-            hit_ratio=self._hit_ratio(rows, cache_fraction),
+            hit_ratio=None if cached is None else cached.hit_ratio.page,
             unit_errors=tuple(float(o.errors.mean()) for row in rows for o in row),
             timeline_bytes=tuple(float(b.mean()) for b in step_bytes),
         )
@@ -96,6 +104,38 @@ class Bench:
     def first_bytes(self, plan: Plan) -> float:
         """Read bytes per step on the first timeline: a cheap look before the whole is measured."""
         return float(np.sum([self.outcome(plan, 0, n).read_bytes for n in self.layers], axis=0).mean())
+
+    def intervals(self, plan: Plan, cache_fraction: float, seed: int = 0) -> dict[str, Interval]:
+        """95% bootstrap intervals of a plan's score, resampling (timeline, layer) units.
+
+        Keys: ``error_mean``, ``error_p95``, ``read_bytes_per_step`` (resampling timelines) and, where
+        something is cacheable, ``hit_ratio``; values (value, low, high).
+        """
+        score = self.score(plan, cache_fraction)
+        rows = self._rows(plan)
+        units = [o.errors.ravel().astype(np.float64) for row in rows for o in row]
+        random = np.random.default_rng(seed)
+        tails = [
+            np.quantile(
+                np.concatenate([units[i] for i in random.integers(len(units), size=len(units))]), 0.95
+            )
+            for _ in range(DRAWS)
+        ]
+        sums, counts = [u.sum() for u in units], [u.size for u in units]
+        found = {
+            "error_mean": _around(score.error_mean, bootstrap_interval(sums, counts, seed=seed)),
+            "error_p95": _around(score.error_p95, tuple(np.quantile(tails, [0.025, 0.975]))),
+            "read_bytes_per_step": _around(
+                score.read_bytes_per_step, bootstrap_interval(score.timeline_bytes, seed=seed)
+            ),
+        }
+        cached = self._simulated(rows, cache_fraction)
+        if cached is not None:
+            tallies = [unit.tally for unit in cached.units.values()]
+            hits, pages = [t.hits[0, COLD, PAGE] for t in tallies], [t.accesses[COLD, PAGE] for t in tallies]
+            interval = bootstrap_interval(hits, pages, seed=seed)
+            found["hit_ratio"] = _around(cached.hit_ratio.page, interval)
+        return found
 
     def outcome(self, plan: Plan, timeline: int, layer: int) -> LayerOutcome:
         """One layer of one timeline under ``plan``, measured once."""
@@ -130,14 +170,22 @@ class Bench:
             accesses=tuple(result.accesses),
         )
 
-    def _hit_ratio(self, rows: list[list[LayerOutcome]], cache_fraction: float) -> float | None:
+    def _rows(self, plan: Plan) -> list[list[LayerOutcome]]:
+        """Outcomes by timeline and layer."""
+        return [[self.outcome(plan, i, layer) for layer in self.layers] for i in range(len(self.timelines))]
+
+    def _simulated(self, rows: list[list[LayerOutcome]], cache_fraction: float) -> CacheResult | None:
+        """The wave buffer on all accesses; ``None`` where nothing is cacheable."""
         log = AccessLog(page_bytes=self.trace.geometry.layer(0).page_bytes)
         for timeline, row in enumerate(rows):
             for layer, outcome in zip(self.layers, row):
                 for head, accesses in enumerate(outcome.accesses):
                     if len(accesses.blocks):
                         log.units[0, timeline, layer, head] = accesses
-        if not log.units:
-            return None
-        (result,) = simulate(log, [cache_fraction], "wave")
-        return result.hit_ratio.page
+        return simulate(log, [cache_fraction], "wave")[0] if log.units else None
+
+
+def _around(value: float, interval: tuple[float, float]) -> Interval:
+    """The interval widened to hold its value; the value alone where nothing could be resampled."""
+    low, high = (float(end) for end in interval)
+    return (value, value, value) if math.isnan(low) else (value, min(low, value), max(high, value))

@@ -40,8 +40,9 @@ class TuneResult:
     search: dict[str, Score]
     held_out: dict[str, Score]
     difference: dict[str, float]
-    trials: int
     winner: str
+    intervals: dict[str, Interval]
+    trials: int
     context_tokens: tuple[int, int]
     search_samples: tuple[int, ...]
     held_out_samples: tuple[int, ...]
@@ -121,6 +122,7 @@ def tune(
         held_out={"chosen": held, "default": held_default},
         difference=difference,
         winner=winner,
+        intervals=bench.intervals(candidate.plan, candidate.cache_fraction, seed),
         trials=counts(study)["complete"],
         context_tokens=bench.context_tokens,
         search_samples=search,

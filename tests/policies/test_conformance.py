@@ -94,6 +94,12 @@ def test_blocks_account_for_every_retrieved_token(name):
     for row in selection.blocks.flatten(0, 1):
         row = row[row >= 0]
         assert len(row.unique()) == len(row)
+    assert (selection.pages() <= selection.block_pages.sum(-1) + selection.resident).all()
+    for block in selection.blocks.unique().tolist():
+        if block >= 0:
+            for head in range(HEADS):
+                pages = selection.block_pages[:, head][selection.blocks[:, head] == block]
+                assert len(pages.unique()) <= 1, "a block's size must not change from step to step"
 
 
 @pytest.mark.parametrize("name", NAMES)

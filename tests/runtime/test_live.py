@@ -9,12 +9,13 @@ import pytest
 import torch
 from runtime_model import GEOMETRY, tiny_model
 
+from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
-from kvtune.models import LoadedModel, crop, feed, new_cache
+from kvtune.models import LoadedModel, feed, new_cache
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
 from kvtune.runtime import apply_profile, live
-from kvtune.runtime.decoding import full_pass, prefill
+from kvtune.runtime.decoding import full_pass
 from kvtune.workloads import Request, Sample, Turn
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -81,9 +82,9 @@ def test_dense_layers_alone_equal_full_attention(loaded):
 
 def test_full_pass_forces_the_reference_and_then_follows_the_model(loaded):
     """Teacher-forced logits equal those of one whole forward pass over the same tokens."""
-    cache = new_cache()
-    prefill(loaded, cache, CONTEXT)
-    answers = full_pass(loaded, cache, SAMPLE.requests[0], 8)
+    session = Session(loaded)
+    session.feed(CONTEXT)
+    answers = full_pass(session, SAMPLE.requests[0], 8)
     turns = SAMPLE.requests[0].turns
     assert answers[0].tokens[:5] == turns[0].reference_ids and answers[1].tokens[:3] == turns[1].reference_ids
     assert [len(a.tokens) for a in answers] == [8, 8]
@@ -99,8 +100,6 @@ def test_full_pass_forces_the_reference_and_then_follows_the_model(loaded):
     banned = list(loaded.eos_ids)
     greedy = [int(row.index_fill(0, torch.tensor(banned), -torch.inf).argmax()) for row in whole[2:7]]
     assert list(answers[1].tokens[3:]) == greedy
-    crop(cache, len(CONTEXT))
-    assert cache.get_seq_length() == len(CONTEXT)
 
 
 def test_bad_input(loaded):
