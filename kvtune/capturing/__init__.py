@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvtune.capturing.capture import capture
 from kvtune.capturing.hook import QueryHook
 from kvtune.capturing.loop import Session
 from kvtune.capturing.options import CaptureOptions
 from kvtune.capturing.plan import CapturePlan
+from kvtune.capturing.run import capture
 
 __all__ = ["CaptureOptions", "CapturePlan", "QueryHook", "Session", "capture"]
