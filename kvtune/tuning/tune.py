@@ -18,7 +18,7 @@ from kvtune.policies import all_policies
 from kvtune.progress import Progress, silent
 from kvtune.traces import Trace, open_trace
 from kvtune.tuning.allocation import allocate
-from kvtune.tuning.bench import Bench, Score
+from kvtune.tuning.bench import Bench, Interval, Score
 from kvtune.tuning.space import Candidate, shipped_default, starting_points, suggest
 from kvtune.tuning.study import Constraints, completed, counts, open_study, pareto, run_trials, violation
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from kvtune.policies.plan import Plan
 from kvtune.profiles import parse_profile
 from kvtune.profiles.io import to_yaml
 from kvtune.profiles.strict_yaml import load_yaml
-from kvtune.profiles.tuned import from_tuning
+from kvtune.profiles.tuned import profile_of
 from kvtune.traces import TraceWriter, open_trace
 from kvtune.tuning import Candidate, Score, TuneResult, shipped_default
 
@@ -29,7 +28,7 @@ def trace(profile, tmp_path):
         "kv_heads": [0],
         "values": True,
         "rope": {"override": "yarn:4", "length": None},
-        "workload": {"task": "niah_single", "context": 4},
+        "workload": {"name": "niah_single", "context": 4},
     }
     writer = TraceWriter(tmp_path / "tiny.trace", header)
     vectors = torch.ones(1, 4, 64, dtype=torch.bfloat16)
@@ -57,6 +56,12 @@ def result(chosen: Candidate, **changes) -> TuneResult:
         "default": shipped_default(),
         "search": {"chosen": score, "default": score},
         "held_out": {"chosen": score, "default": score},
+        "intervals": {
+            "error_mean": (0.05, 0.04, 0.06),
+            "error_p95": (0.2, 0.15, 0.3),
+            "read_bytes_per_step": (1000.0, 990.0, 1010.0),
+            "hit_ratio": (0.9, 0.85, 0.95),
+        },
         "difference": {"value": 0.0, "low": -0.01, "high": 0.01},
         "trials": 12,
         "winner": "tie",
@@ -74,7 +79,7 @@ def wave(**parameters) -> Candidate:
 
 
 def test_settings_evidence_and_origin_are_carried_over(trace):
-    profile = from_tuning(result(wave(retrieval=0.03)), trace, seed=5)
+    profile = profile_of(result(wave(retrieval=0.03)), trace, seed=5)
     assert (profile.model.id, profile.model.fingerprint) == ("tiny", "beef")
     assert profile.model.rope is not None and profile.model.rope.override == "yarn:4"
     assert (profile.context_length.min, profile.context_length.max) == (900, 1000)
@@ -85,7 +90,8 @@ def test_settings_evidence_and_origin_are_carried_over(trace):
     assert profile.geometry.to_model() == trace.geometry
     assert profile.workload is not None
     assert (profile.workload.task, profile.workload.samples) == ("niah_single", 2)
-    assert profile.workload.settings == {"context": 4}
+    assert (profile.workload.requests, profile.workload.turns, profile.workload.decode_steps) == (1, 1, 2)
+    assert profile.workload.settings == {"name": "niah_single", "context": 4}
     assert profile.held_out is not None and profile.held_out.winner == "tie"
     assert profile.held_out.default.parameters["tokens_per_centroid"] == 16
     assert (profile.provenance.seed, profile.provenance.trials) == (5, 12)
@@ -93,30 +99,28 @@ def test_settings_evidence_and_origin_are_carried_over(trace):
     assert parse_profile(load_yaml(to_yaml(profile), "p")) == profile
 
 
-def test_intervals_hold_their_values_and_the_spread_of_the_units(trace):
-    predicted = from_tuning(result(wave()), trace, seed=0).predicted
+def test_predictions_carry_their_intervals_and_the_layers_measured(trace):
+    predicted = profile_of(result(wave()), trace, seed=0).predicted
     assert predicted is not None
-    for interval, units in (
-        (predicted.output_error.mean, (0.04, 0.05, 0.06)),
-        (predicted.read_bytes_per_step, (990.0, 1010.0)),
-    ):
-        assert min(units) <= interval.low <= np.mean(units) <= interval.high <= max(units)
-    assert predicted.output_error.p95.low is None
+    assert predicted.output_error.p95.model_dump() == {"value": 0.2, "low": 0.15, "high": 0.3}
+    assert predicted.read_bytes_per_step.low == 990.0
     assert predicted.hit_ratio is not None and predicted.hit_ratio.value == 0.9
     assert predicted.layers == (0,)
 
 
-def test_one_unit_gives_no_interval_and_no_cache_gives_no_hit_ratio(trace):
-    alone = Score(0.05, 0.2, 1000.0, None, (0.05,), (1000.0,))
-    profile = from_tuning(result(wave(), search={"chosen": alone, "default": alone}), trace, seed=0)
+def test_without_a_cache_there_is_no_hit_ratio(trace):
+    intervals = {key: (1.0, 1.0, 1.0) for key in ("error_mean", "error_p95", "read_bytes_per_step")}
+    score = Score(0.05, 0.2, 1000.0, None, (0.05,), (1000.0,))
+    scores = {"chosen": score, "default": score}
+    profile = profile_of(result(wave(), intervals=intervals, search=scores), trace, seed=0)
     assert profile.predicted is not None and profile.predicted.hit_ratio is None
-    assert profile.predicted.output_error.mean.low is None
+    assert profile.cache is None
 
 
 @pytest.mark.parametrize("count", [1, 7, 333, 999, 1000])
 def test_budgets_in_tokens_scale_with_the_context(trace, count):
     plan = Plan(get_policy("streaming", {"recent": count, "sink": 4}), (), {1: {"recent": 2 * count}})
-    profile = from_tuning(result(Candidate(plan, 0.05)), trace, seed=0)
+    profile = profile_of(result(Candidate(plan, 0.05)), trace, seed=0)
     assert profile.resolve(1000).layer(0) == ("streaming", {"sink": 4, "recent": count})
     assert profile.resolve(1000).layer(1)[1]["recent"] == 2 * count
     assert profile.resolve(10_000).layer(0)[1]["recent"] == 10 * count
