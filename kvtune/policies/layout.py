@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvtune.geometry import PAGE_TOKENS
+from kvtune.policies.base import Selection
 
 BLOCK_TOKENS = 16
 """Tokens per position block: what token-level methods fetch from."""
@@ -74,6 +76,43 @@ def position_blocks(ranked: Tensor, length: int) -> Blocks:
     pages = torch.where(counts > 0, BLOCK_TOKENS // PAGE_TOKENS, 0)
     touched = (tokens > 0).sum((-1, -2))
     return Blocks(torch.where(counts > 0, ids, -1), pages, counts, touched)
+
+
+def best_blocks(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
+    """The ``count`` best allowed blocks, best first, ties to the lowest: [T, H, ≤ count], -1 as padding.
+
+    scores [T, H, B], allowed bool, broadcastable to it.
+    """
+    allowed = allowed.expand_as(scores)
+    ranked = torch.argsort(scores.masked_fill(~allowed, -math.inf), dim=-1, descending=True, stable=True)
+    ranked = ranked[..., :count]
+    return torch.where(torch.gather(allowed, 2, ranked), ranked, -1)
+
+
+def consecutive_blocks(chosen: Tensor, size: int, first: int = 0) -> tuple[Tensor, Blocks]:
+    """Whole blocks of ``size`` consecutive tokens: their tokens [T, H, B·size], and what a cache sees.
+
+    chosen [T, H, B] in rank order (-1 as padding); block b starts at position first + b·size and fills
+    ⌈size / 8⌉ pages.
+    """
+    used = chosen >= 0
+    starts = torch.where(used, first + chosen * size, -1)[..., None]
+    tokens = torch.where(used[..., None], starts + torch.arange(size, device=chosen.device), -1)
+    pages = torch.where(used, -(-size // PAGE_TOKENS), 0)
+    return tokens.flatten(2), Blocks(chosen, pages, torch.where(used, size, 0), pages.sum(-1))
+
+
+def retrieval(resident: Tensor, tokens: Tensor, blocks: Blocks, scan_bytes: Tensor) -> Selection:
+    """The selection of ``resident`` tokens [T, H, S], and retrieved ``tokens`` [T, H, R] in ``blocks``."""
+    return Selection(
+        positions=torch.cat([resident, tokens], -1),
+        scan_bytes=scan_bytes,
+        resident=resident.shape[2],
+        blocks=blocks.ids,
+        block_pages=blocks.pages,
+        block_tokens=blocks.tokens,
+        touched_pages=blocks.touched,
+    )
 
 
 def cluster_tokens(clusters: Tensor, order: Tensor, offsets: Tensor) -> Tensor:

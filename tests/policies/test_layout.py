@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtune.policies.layout import cluster_tokens, position_blocks, span, steady_zone
+from kvtune.policies.layout import (
+    best_blocks,
+    cluster_tokens,
+    consecutive_blocks,
+    position_blocks,
+    span,
+    steady_zone,
+)
 
 
 def test_span_pads_with_minus_one():
@@ -50,3 +57,24 @@ def test_cluster_tokens_lists_members_in_rank_order(data):
     wanted = [t for c in chosen if c >= 0 for t in order[0, offsets[0, c] : offsets[0, c + 1]].tolist()]
     got = rows[0, 0].tolist()
     assert got[: len(wanted)] == wanted and set(got[len(wanted) :]) <= {-1}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=10), st.integers(1, 12))
+def test_best_blocks_are_the_allowed_of_highest_score(blocks, count):
+    scores = torch.tensor([[[float(score) for score, _ in blocks]]])
+    allowed = torch.tensor([[[usable for _, usable in blocks]]])
+    wanted = sorted((b for b, (_, usable) in enumerate(blocks) if usable), key=lambda b: -blocks[b][0])
+    got = best_blocks(scores, allowed, count)[0, 0].tolist()
+    assert len(got) == min(count, len(blocks))
+    assert [b for b in got if b >= 0] == wanted[:count]
+
+
+@given(st.lists(st.integers(0, 9), max_size=6, unique=True), st.integers(1, 20), st.integers(0, 7))
+def test_consecutive_blocks_list_their_tokens(chosen, size, first):
+    row = torch.tensor([[[*chosen, -1]]], dtype=torch.int64)
+    tokens, blocks = consecutive_blocks(row, size, first)
+    wanted = [first + b * size + i for b in chosen for i in range(size)]
+    assert tokens[0, 0].tolist() == wanted + [-1] * size
+    assert blocks.tokens[0, 0].tolist() == [size] * len(chosen) + [0]
+    assert blocks.pages[0, 0].tolist() == [-(-size // 8)] * len(chosen) + [0]
+    assert int(blocks.touched[0, 0]) == len(chosen) * -(-size // 8)
