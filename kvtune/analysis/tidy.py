@@ -88,7 +88,7 @@ class TidyTable:
         ]
 
     def table(self) -> pa.Table:
-        return pa.Table.from_batches(self._batches, SCHEMA).unify_dictionaries()
+        return pa.Table.from_batches(self._batches, SCHEMA).unify_dictionaries().combine_chunks()
 
 
 def aggregate(values: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
