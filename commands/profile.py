@@ -210,7 +210,8 @@ def _evidence(output: Output, profile: Profile) -> None:
         columns = ("held out", "mean error", "p95 error", "read bytes", "hit ratio")
         output.table(columns, rows)
         word = {"tie": "neither wins", "chosen": "the choice wins", "default": "the defaults win"}
-        output.line(f"On {held_out.samples} held-out samples {word[held_out.winner]}.")
+        samples = "1 held-out sample" if held_out.samples == 1 else f"{held_out.samples} held-out samples"
+        output.line(f"On {samples} {word[held_out.winner]}.")
     else:
         output.line("Not checked on held-out samples.")
     if live is not None:
