@@ -1,8 +1,6 @@
-"""Assignment on CPU: single-threaded matrix products on cached blocks, one worker a segment.
+"""The hot steps of k-means on CPU: a fused assignment kernel, one worker a segment.
 
-A block of scores is made transposed, [centroids, tokens], so that the running maximum over centroids is
-plain vertical vector code; it stays in cache and is never kept. Workers share nothing, so results do not
-depend on their number.
+Workers share nothing and a worker is one thread, so results do not depend on their number.
 """
 
 from __future__ import annotations
@@ -16,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_TOKENS = 512
-_CENTROIDS = 512
+from kvtune.clustering.cpu_kernel import KEYS, ROWS, fold
+
+_TOKENS = 512  # keys a task of the global pass takes
+_CENTROIDS = 240  # centroids that meet all keys of a task from cache; a multiple of ROWS
 
 
 def refine(keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int, passes: int) -> Tensor:
@@ -28,11 +28,10 @@ def refine(keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int, passe
     def segment(item: tuple[int, int]) -> None:
         h, s = item
         centred = _centre(keys[h, s * length : (s + 1) * length], mean[h])
-        mine = centroids[h, s * width : (s + 1) * width]
-        scratch = _Scratch(length)
+        mine = centroids[h, s * width : (s + 1) * width].numpy()
+        panels = _panels(centred)
         for _ in range(passes):
-            scratch.assign(centred, mine)
-            _move(centred.numpy(), scratch.index, mine.numpy())
+            _move(centred, _nearest(panels, mine), mine)
 
     _parallel(segment, [(h, s) for h in range(keys.shape[0]) for s in range(n_segments)])
     return centroids
@@ -46,9 +45,8 @@ def assign(keys: Tensor, mean: Tensor, centroids: Tensor) -> Tensor:
     def block(item: tuple[int, int]) -> None:
         h, start = item
         centred = _centre(keys[h, start : start + _TOKENS], mean[h])
-        scratch = _Scratch(len(centred))
-        scratch.assign(centred, centroids[h])
-        assignment[h, start : start + _TOKENS] = torch.from_numpy(scratch.index)
+        index = _nearest(_panels(centred), centroids[h].contiguous().numpy())
+        assignment[h, start : start + _TOKENS] = torch.from_numpy(index[: len(centred)])
 
     _parallel(block, [(h, start) for h in range(heads) for start in range(0, n, _TOKENS)])
     return assignment
@@ -66,99 +64,62 @@ def cluster_sums(values: Tensor, assignment: Tensor, sizes: Tensor) -> Tensor:
     return sums
 
 
-def _centre(keys: Tensor, mean: Tensor) -> Tensor:
-    return (keys.float() - mean).contiguous()
+def _centre(keys: Tensor, mean: Tensor) -> np.ndarray:
+    return (keys.float() - mean).contiguous().numpy()
 
 
-class _Scratch:
-    """One worker's buffers: a block of scores, and the best score and centroid of n tokens."""
+def _panels(keys: np.ndarray) -> np.ndarray:
+    """Keys [n, d] as panels [⌈n / KEYS⌉, d, KEYS], the last one filled up with zeros."""
+    n, dim = keys.shape
+    padded = np.zeros((-(-n // KEYS) * KEYS, dim), np.float32)
+    padded[:n] = keys
+    return np.ascontiguousarray(padded.reshape(-1, KEYS, dim).swapaxes(1, 2))
 
-    def __init__(self, n: int) -> None:
-        self.scores = torch.empty(_CENTROIDS * _TOKENS)
-        self.best = np.empty(n, np.float32)
-        self.index = np.empty(n, np.int32)
 
-    def assign(self, keys: Tensor, centroids: Tensor) -> None:
-        """Fill ``index`` for keys [n, d] against centroids [c, d]."""
-        self.best.fill(-np.inf)
-        self.index.fill(0)
-        for start in range(0, len(keys), _TOKENS):
-            columns = keys[start : start + _TOKENS].T
-            best, index = self.best[start : start + _TOKENS], self.index[start : start + _TOKENS]
-            for first in range(0, len(centroids), _CENTROIDS):
-                rows = centroids[first : first + _CENTROIDS]
-                scores = self.scores[: rows.shape[0] * columns.shape[1]].view(len(rows), -1)
-                torch.mm(rows, columns, out=scores)
-                _fold(scores.numpy(), first, best, index)
+def _nearest(panels: np.ndarray, centroids: np.ndarray) -> np.ndarray:
+    """Number of the best of the centroids [c, d] for each key of the panels, int32."""
+    # Copies of the last centroid fill the last tile: they score the same and so never win.
+    filled = np.pad(centroids, ((0, -len(centroids) % ROWS), (0, 0)), mode="edge")
+    best = np.full((len(panels), KEYS), -np.inf, np.float32)
+    index = np.zeros((len(panels), KEYS), np.int32)
+    fold(panels, filled, _CENTROIDS, best, index)
+    return index.ravel()
 
 
 def _parallel(work: Callable[[Any], None], items: Iterable[Any]) -> None:
-    """Run ``work`` over ``items`` on as many workers as torch has threads, each single-threaded inside."""
-    threads = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            for _ in pool.map(work, items):
-                pass
-    finally:
-        torch.set_num_threads(threads)  # a worker's setting is also the default of threads started later
-
-
-@numba.njit(nogil=True, cache=True)
-def _fold(scores, first, best, index):  # type: ignore[no-untyped-def]
-    """Fold scores [c, n] of centroids first…first+c-1 into the running best of n tokens."""
-    c, n = scores.shape
-    top = np.full(n, -np.inf, np.float32)
-    row = np.zeros(n, np.int32)
-    whole = c - c % 8
-    for j in range(0, whole, 8):
-        s0, s1, s2, s3 = scores[j], scores[j + 1], scores[j + 2], scores[j + 3]
-        s4, s5, s6, s7 = scores[j + 4], scores[j + 5], scores[j + 6], scores[j + 7]
-        here = np.int32(j)
-        for i in range(n):
-            m = max(s0[i], s1[i], s2[i], s3[i], s4[i], s5[i], s6[i], s7[i])
-            better = m > top[i]
-            top[i] = m if better else top[i]
-            row[i] = here if better else row[i]
-    for j in range(whole, c):
-        for i in range(n):
-            if scores[j, i] > top[i]:
-                top[i] = scores[j, i]
-                row[i] = j
-    for i in range(n):
-        if top[i] > best[i]:
-            j = row[i]
-            while scores[j, i] != top[i]:
-                j += 1
-            best[i] = top[i]
-            index[i] = first + j
+    """Run ``work`` over ``items`` on as many workers as torch has threads."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(work, items):
+            pass
 
 
 @numba.njit(nogil=True, cache=True)
 def _accumulate(values, assignment, sums):  # type: ignore[no-untyped-def]
-    n, width = values.shape
-    for i in range(n):
-        c = assignment[i]
-        for j in range(width):
-            sums[c, j] += values[i, j]
+    """Add each of the values [n, d] to its cluster's row of sums [c, d]."""
+    for i in range(len(values)):
+        total, value = sums[np.uint64(assignment[i])], values[i]
+        for j in range(len(value)):
+            total[j] += value[j]
 
 
 @numba.njit(nogil=True, cache=True)
 def _move(keys, assignment, centroids):  # type: ignore[no-untyped-def]
     """Move centroids [c, d] to the normalised means of their keys [n, d]; empty ones stay."""
-    c, d = centroids.shape
-    sums = np.zeros((c, d), np.float32)
-    sizes = np.zeros(c, np.int64)
+    sums = np.zeros(centroids.shape, np.float32)
+    _accumulate(keys, assignment, sums)
+    occupied = np.zeros(len(centroids), np.bool_)
     for i in range(len(keys)):
-        sizes[assignment[i]] += 1
-        for j in range(d):
-            sums[assignment[i], j] += keys[i, j]
-    for i in range(c):
-        if sizes[i]:
-            squares = np.float32(0)
-            for j in range(d):
-                centroids[i, j] = sums[i, j] / np.float32(sizes[i])
-                squares += centroids[i, j] * centroids[i, j]
-            if squares > 0:
-                norm = np.sqrt(squares)
-                for j in range(d):
-                    centroids[i, j] /= norm
+        occupied[assignment[i]] = True
+    for i in range(len(centroids)):
+        if occupied[i]:
+            _normalise(sums[i], centroids[i])
+
+
+@numba.njit(nogil=True, cache=True)
+def _normalise(vector, out):  # type: ignore[no-untyped-def]
+    squares = np.float32(0)
+    for x in vector:
+        squares += x * x
+    norm = np.sqrt(squares) if squares > 0 else np.float32(1)
+    for j in range(len(vector)):
+        out[j] = vector[j] / norm
