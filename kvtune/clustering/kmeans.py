@@ -43,7 +43,8 @@ def segmented_kmeans(
     contiguous segments of N // n_segments tokens: assign by inner product, move to the mean, normalise.
     The last pass assigns every key to the best of all these normalised centroids and makes the centroids
     plain means. Tokens left over by the segments join only this pass. An empty cluster keeps its
-    centroid; ties go to the lowest cluster. Sums are float32; deterministic on CPU.
+    centroid; ties go to the lowest cluster. Sums are float32; deterministic on CPU. On a GPU the products
+    are of 16-bit operands and the order of sums varies.
 
     ``global_pass=False`` keeps the last pass within segments too (leftover tokens join the last one), to
     measure what the global pass costs and gives.
