@@ -14,6 +14,7 @@ __all__ = ["Clusters", "Policy", "Selection", "all_policies", "get_policy"]
 _MODULES = {
     "full": "Full",
     "oracle_topk": "OracleTopK",
+    "quest": "Quest",
     "sliding_window": "SlidingWindow",
     "streaming": "Streaming",
     "wave_index": "WaveIndex",

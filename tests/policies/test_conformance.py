@@ -18,6 +18,7 @@ N, M = 1500, 40
 SMALL: dict[str, dict[str, object]] = {
     "full": {},
     "oracle_topk": {"tokens": 100},
+    "quest": {"token_budget": 96},
     "sliding_window": {"window": 200},
     "streaming": {"recent": 200},
     "wave_index": {"retrieval": 0.05, "segment": 512},
