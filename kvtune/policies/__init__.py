@@ -13,6 +13,7 @@ __all__ = ["Clusters", "Policy", "Selection", "all_policies", "get_policy"]
 
 _MODULES = {
     "full": "Full",
+    "infllm": "InfLLM",
     "oracle_topk": "OracleTopK",
     "quest": "Quest",
     "sliding_window": "SlidingWindow",
