@@ -16,6 +16,7 @@ _MODULES = {
     "infllm": "InfLLM",
     "oracle_topk": "OracleTopK",
     "quest": "Quest",
+    "shadowkv": "ShadowKV",
     "sliding_window": "SlidingWindow",
     "streaming": "Streaming",
     "wave_index": "WaveIndex",

@@ -20,6 +20,7 @@ SMALL: dict[str, dict[str, object]] = {
     "infllm": {"n_init": 16, "n_local": 64, "block": 32, "topk": 2},
     "oracle_topk": {"tokens": 100},
     "quest": {"token_budget": 96},
+    "shadowkv": {"sparse_budget": 64, "outlier_chunks": 4},
     "sliding_window": {"window": 200},
     "streaming": {"recent": 200},
     "wave_index": {"retrieval": 0.05, "segment": 512},
