@@ -12,6 +12,7 @@ from kvtune.policies.base import Clusters, Policy, Selection
 __all__ = ["Clusters", "Policy", "Selection", "all_policies", "get_policy"]
 
 _MODULES = {
+    "clusterkv": "ClusterKV",
     "full": "Full",
     "infllm": "InfLLM",
     "oracle_topk": "OracleTopK",

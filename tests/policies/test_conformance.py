@@ -16,6 +16,7 @@ from kvtune.policies import all_policies, get_policy
 
 N, M = 1500, 40
 SMALL: dict[str, dict[str, object]] = {
+    "clusterkv": {"token_budget": 100},
     "full": {},
     "infllm": {"n_init": 16, "n_local": 64, "block": 32, "topk": 2},
     "oracle_topk": {"tokens": 100},
