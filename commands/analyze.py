@@ -88,10 +88,10 @@ def _human(output: Output, document: dict[str, Any]) -> None:
             title="How alike decode steps are",
         )
     # The lag table has said what adjacent steps share.
-    rows = [row for row in summary_rows(document) if not row[0].endswith("adjacent steps")]
+    rows = [row for row in summary_rows(document) if "adjacent" not in row.measure]
     output.table(
-        ["measure", "value", "what it means"],
-        [(name, value, meaning) for name, value, _, meaning in rows],
+        ["measure", "value", ""],
+        [(row.measure, row.value, row.note) for row in rows],
         title=f"Full attention, and {document['policy']['name']} against it",
     )
     verdicts = {True: "yes", False: "no", None: "unclear"}

@@ -43,11 +43,13 @@ margin:.4rem 0 0}
 .legend i.ramp{width:160px;height:10px;border:0;border-radius:2px;margin:0;
 background:linear-gradient(90deg,color-mix(in srgb,var(--heat) 6%,var(--panel)),var(--heat))}
 .wide{overflow-x:auto;background:var(--panel);border:1px solid var(--rule);border-radius:8px;margin:.8rem 0}
-table{border-collapse:collapse;width:100%;font-size:.92rem}
+table{border-collapse:collapse;width:100%;min-width:640px;font-size:.92rem}
 th,td{padding:.42rem .8rem;text-align:left;vertical-align:top;border-bottom:1px solid var(--rule)}
 tr:last-child td{border-bottom:0}th{font-weight:600;color:var(--muted);white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .dense table{font-size:.85rem}.dense th,.dense td{padding:.3rem .55rem}.dense th{white-space:normal}
+.summary td:nth-child(-n+3){white-space:nowrap}
+.claims td:nth-child(1){min-width:15rem}.claims td:nth-child(2){min-width:9rem}
 .yes,.no,.open{white-space:nowrap}.yes{color:var(--good);font-weight:600}.no{color:var(--bad);font-weight:600}.open{color:var(--muted)}
 details{margin:.8rem 0}summary{cursor:pointer;font-weight:600}
 .small{font-size:.85rem;color:var(--muted)}code{font-size:.92em}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -94,40 +95,75 @@ def findings(document: Document) -> list[str]:
     return found
 
 
-def summary_rows(document: Document) -> list[tuple[str, str, str, str]]:
-    """Measure, value, 95% interval, what it means."""
-    error, mass, entropy = document["output_error"], document["attention_mass"], document["entropy"]
+@dataclass(frozen=True)
+class Row:
+    """One line of the summary: a ``note`` beside the value, and what the measure means."""
+
+    measure: str
+    value: str
+    interval: str
+    note: str
+    meaning: str
+
+
+def summary_rows(document: Document) -> list[Row]:
+    """The measures that were taken, as text."""
+    return [row for row in (*_attention_rows(document), *_policy_rows(document)) if row.value != MISSING]
+
+
+def _attention_rows(document: Document) -> list[Row]:
     near, overlap = document["query_cosine"].get("lag1", {}), document["overlap_at_100"].get("lag1", {})
-    recall, needed = document["recall_at_100"], document["tokens_for_mass"]
-    read, full = document["read_bytes_per_step"], document["full_read_bytes_per_step"]
-    even = tokens(math.exp(entropy["mean"]))
-    rows = [
-        ("Query cosine, adjacent steps", number(near.get("mean")), _interval(near, number),
-         "1: the next step asks the same"),
-        ("Overlap@100, adjacent steps", percent(overlap.get("mean")), _interval(overlap, percent),
-         "top 100 tokens in common"),
-        ("Entropy of attention", number(entropy["mean"]), _interval(entropy, number),
-         f"nats: like {even} tokens, evenly"),
-        ("Tokens for 90, 95, 99%", ", ".join(tokens(needed[share]) for share in ("90", "95", "99")),
-         MISSING, f"of the mass; {tokens(document['visible_tokens'])} visible"),
-        ("Attention mass held", percent(mass["mean"]), _interval(mass, percent),
-         "weight of the exact tokens"),
-        ("Output error, relative", number(error["mean"]), _interval(error, number),
-         f"p50 {number(error['p50'])}, p95 {number(error['p95'])}"),
-        ("Index recall@100", percent(recall["index"]), MISSING, "found, beyond the steady zone"),
-        ("Attention recall@100", percent(recall["attention"]), MISSING, "found, of all tokens"),
-        ("Effective tokens", tokens(document["effective_tokens"]), MISSING, "exact, per step and KV head"),
-        ("Bytes read per step", size(read), MISSING, f"{percent(read / full)} of full: {size(full)}"),
+    entropy, needed = document["entropy"], document["tokens_for_mass"]
+    counts = ", ".join(tokens(needed[share]) for share in ("90", "95", "99"))
+    return [
+        Row("Query cosine, adjacent steps", number(near.get("mean")), _interval(near, number), "1: the same",
+            "cosine between the queries of a decode step and the next"),
+        Row("Overlap@100, adjacent steps", percent(overlap.get("mean")), _interval(overlap, percent),
+            f"by chance {percent(overlap.get('chance'))}",
+            "share of the 100 highest-scoring tokens that a step and the next have in common"),
+        Row("Entropy of attention", number(entropy["mean"]), _interval(entropy, number),
+            f"nats: like {tokens(math.exp(entropy['mean']))} tokens, evenly",
+            "how widely the softmax weight is spread"),
+        Row("Tokens for 90, 95, 99%", counts, MISSING,
+            f"of the mass; {tokens(document['visible_tokens'])} visible",
+            "fewest tokens that together hold that share of the softmax weight"),
     ]  # fmt: skip
-    return [row for row in rows if row[1] != MISSING]
+
+
+def _policy_rows(document: Document) -> list[Row]:
+    error, mass, recall = document["output_error"], document["attention_mass"], document["recall_at_100"]
+    read, full = document["read_bytes_per_step"], document["full_read_bytes_per_step"]
+    return [
+        Row("Attention mass held", percent(mass["mean"]), _interval(mass, percent), "on exact tokens",
+            "softmax weight of the tokens attended exactly; estimated clusters are not counted"),
+        Row("Output error, relative", number(error["mean"]), _interval(error, number),
+            f"p50 {number(error['p50'])}, p95 {number(error['p95'])}",
+            "length of the difference to full attention's output over the length of that output"),
+        Row("Index recall@100", percent(recall["index"]), MISSING, "found, beyond the steady zone",
+            "of the 100 top tokens outside the steady zone (always attended), the share attended exactly"),
+        Row("Attention recall@100", percent(recall["attention"]), MISSING, "found, of all tokens",
+            "of the 100 top tokens among all, the share attended exactly"),
+        Row("Effective tokens", tokens(document["effective_tokens"]), MISSING, "exact, per step and KV head",
+            "tokens attended exactly, pages of 8 counted whole"),
+        Row("Bytes read per step", size(read), MISSING, f"{percent(read / full)} of full: {size(full)}",
+            "index scan, estimation and exact pages from device memory, all layers and KV heads measured"),
+    ]  # fmt: skip
 
 
 def _summary_table(document: Document) -> str:
     rows = summary_rows(document)
-    if all(row[2] == MISSING for row in rows):
-        shown = table(["measure", "value", "what it means"], [(r[0], r[1], r[3]) for r in rows], [1])
-        return shown + '<p class="small">Fewer than five samples: no intervals.</p>'
-    return table(["measure", "value", "95% interval", "what it means"], rows, [1, 2])
+    with_intervals = any(row.interval != MISSING for row in rows)
+    columns = ["measure", "value", *(["95% interval"] if with_intervals else []), "", "what it is"]
+    shown = table(
+        columns,
+        [
+            [row.measure, row.value, *([row.interval] if with_intervals else []), row.note, row.meaning]
+            for row in rows
+        ],
+        [1, 2] if with_intervals else [1],
+    )
+    shown = f'<div class="summary">{shown}</div>'
+    return shown + ("" if with_intervals else '<p class="small">Fewer than five samples: no intervals.</p>')
 
 
 def _claims_table(document: Document) -> str:
@@ -148,9 +184,8 @@ def _claims_table(document: Document) -> str:
     ]
     if not rows:
         return ""
-    return "<h2>Claims from the literature</h2>" + table(
-        ["claim", "measured", "verdict", "tested as", "source"], rows
-    )
+    shown = table(["claim", "measured", "verdict", "tested as", "source"], rows)
+    return f'<h2>Claims from the literature</h2><div class="claims">{shown}</div>'
 
 
 def _layer_table(document: Document) -> str:

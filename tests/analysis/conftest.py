@@ -27,17 +27,22 @@ CONTEXT, QUESTION, ANSWER, TURNS = 60, 5, 9, 2
 
 
 def write_trace(
-    path: Path, samples: int = 2, layers: tuple[int, ...] = (0, 1, 2), poison: int | None = None
+    path: Path,
+    samples: int = 2,
+    layers: tuple[int, ...] = (0, 1, 2),
+    poison: int | None = None,
+    with_values: bool = True,
+    model: str = "tiny-random",
 ) -> Path:
     """Samples of one request with two turns; ``poison``: the position of a NaN key of kv head 1."""
     header = {
-        "model": "tiny-random",
+        "model": model,
         "fingerprint": "0123456789abcdef",
         "geometry": GEOMETRY.to_dict(),
         "dtype": "float32",
         "layers": list(layers),
         "kv_heads": [0, 1],
-        "values": True,
+        "values": with_values,
         "workload": "random",
         "seed": 0,
     }
@@ -56,7 +61,7 @@ def write_trace(
                     values = torch.randn(2, length, 8, generator=generator)
                     if poison is not None and start <= poison < start + length:
                         keys[1, poison - start, 3] = float("nan")
-                    sample.keys_values(layer, parent, keys, values)
+                    sample.keys_values(layer, parent, keys, values if with_values else None)
                     drift = torch.randn(length, 4, 8, generator=generator).cumsum(0) / 3
                     queries = torch.randn(1, 4, 8, generator=generator) + drift
                     steps = torch.arange(length) if kind == "generated" else torch.full((length,), -1)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from kvtune.analysis import analyze
 from kvtune.analysis.figures import head_means
-from kvtune.errors import InputError, TraceError
+from kvtune.errors import InputError, RunError, TraceError
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
 from kvtune.traces import open_trace
@@ -178,6 +179,35 @@ def test_an_output_that_is_a_file_is_refused(tiny_trace, tmp_path):
     (tmp_path / "out").write_text("a file")
     with pytest.raises(InputError, match="not a folder"):
         analyze(tiny_trace, out=tmp_path / "out", overwrite=True)
+
+
+def test_a_full_disk_leaves_nothing_half_written(tiny_trace, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("kvtune.analysis.output.os.replace", full)
+    with pytest.raises(RunError, match="the disk is full"):
+        analyze(tiny_trace, "full", layers=[0], out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_trace_without_values_still_shows_its_attention(make_trace, tmp_path):
+    path = make_trace(tmp_path / "keys", samples=1, with_values=False)
+    document = analyze(path, out=tmp_path / "out")
+    assert math.isfinite(document["entropy"]["mean"])
+    assert math.isnan(document["output_error"]["mean"])
+    written = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert written["output_error"]["mean"] is None
+    assert "Output error" not in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+
+
+def test_five_samples_give_intervals_and_names_are_escaped(make_trace, tmp_path):
+    path = make_trace(tmp_path / "five", samples=5, layers=(0,), model="<script>x")
+    document = analyze(path, "full", out=tmp_path / "out")
+    assert document["entropy"]["low"] <= document["entropy"]["mean"] <= document["entropy"]["high"]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "95% interval" in page
+    assert "<script>" not in page
 
 
 def test_progress_counts_every_layer_of_every_timeline(tiny_trace):
