@@ -120,5 +120,6 @@ def sparse_attention(
 
 def _gather_rows(rows: Tensor, index: Tensor) -> Tensor:
     """rows [H, N, d] at index [T, H, S] → [T, H, S, d]."""
-    heads = torch.arange(rows.shape[0], device=rows.device)[None, :, None]
-    return rows[heads, index]
+    heads, length, dim = rows.shape
+    flat = index + length * torch.arange(heads, device=rows.device)[:, None]
+    return rows.reshape(heads * length, dim).index_select(0, flat.flatten()).view(*index.shape, dim)

@@ -17,7 +17,7 @@ from kvtune.policies.plan import Plan
 from kvtune.progress import Progress, silent
 from kvtune.tuning.bench import Bench
 
-RETRIEVAL_STEPS = (0.12, 0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0, 5.66, 8.0, 16.0)
+RETRIEVAL_STEPS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0, 5.66, 8.0, 16.0)
 UNITS = 10_000
 TAIL_WEIGHT = 1.0
 """Weight of the mean squared error beside the mean error: the tail counts, not only the average."""
@@ -45,7 +45,7 @@ def ladder(plan: Plan) -> list[dict[str, Any]]:
     rungs = []
     for step in RETRIEVAL_STEPS:
         retrieval = round(min(parameters["retrieval"] * step, 1.0), 6)
-        for estimation in sorted({0.0, 0.1, 0.232, round(parameters["estimation"], 6), 0.5, 1.0}):
+        for estimation in (0.0, parameters["estimation"], 1.0):
             estimation = round(min(estimation, 1.0 - retrieval), 6)
             rungs.append({"retrieval": retrieval, "estimation": estimation})
     return [dict(pairs) for pairs in sorted({tuple(r.items()) for r in rungs})]
