@@ -34,7 +34,7 @@ class Tiles:
 
 
 LOCAL = Tiles()
-GLOBAL = Tiles(keys=256, warps=8)
+GLOBAL = Tiles()
 
 
 def supports(keys: Tensor) -> bool:
