@@ -9,43 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvtune.clustering import cluster_sums, members, segmented_kmeans
 from kvtune.geometry import PAGE_TOKENS, LayerInfo, ModelGeometry
 from kvtune.policies import retroinfer
 from kvtune.policies.base import Clusters, Policy, Selection, check
 from kvtune.policies.layout import cluster_tokens, per_head, steady_zone
-
-
-@dataclass
-class WaveIndexState:
-    """Clusters of one layer, in order of creation: those of the prompt, then 1,024 tokens at a time.
-
-    clusters: centroids [H, C, d] and value sums [H, C, dv] at the model's precision, sizes [H, C]
-    order [H, M]: token positions sorted by cluster; offsets [H, C + 1] into it
-    context: tokens of the prompt; sink: how many of them are sinks; prompt_end: where its clusters end
-    tail_keys [H, n, d], tail_values [H, n, dv]: the dense tail, from position ``tail_start`` on
-    """
-
-    layer: LayerInfo
-    context: int
-    clusters: Clusters
-    order: Tensor
-    offsets: Tensor
-    sink: int
-    prompt_end: int
-    tail_start: int
-    tail_keys: Tensor
-    tail_values: Tensor
-
-    @property
-    def length(self) -> int:
-        """Tokens appended so far, all zones."""
-        return self.tail_start + self.tail_keys.shape[1]
-
-    @property
-    def grown(self) -> int:
-        """Segments added while decoding."""
-        return (self.tail_start - self.prompt_end) // retroinfer.UPDATE_TOKENS
+from kvtune.policies.spans import parse_spans, span_positions
+from kvtune.policies.wave_state import WaveIndexState
 
 
 @dataclass(frozen=True)
@@ -59,8 +28,13 @@ class WaveIndex(Policy):
     not estimated. ``estimate='all'`` estimates every cluster not retrieved (the paper's text),
     ``'budget'`` only the next ``estimation`` share (its code).
 
+    ``pinned`` spans of positions ("0-100,250-300", both ends included) are always resident and in no cluster.
+    ``refresh`` R makes every R-th decode step a full one that retrieves all clusters and scores none (0:
+    never). Neither is RetroInfer's.
+
     Clusters are ranked by the sum over the GQA group of softmax(q·c). Below 1,024 tokens outside the
-    steady zone, attention is full.
+    steady zone, attention is full; a prompt that pins all but fewer joins 1,024 positions at a time, as
+    decode-made tokens do. A layer with a window of its own is refused.
     """
 
     retrieval: float = retroinfer.RETRIEVAL
@@ -71,6 +45,8 @@ class WaveIndex(Policy):
     local: int = retroinfer.LOCAL
     buffer_clusters: int = retroinfer.BUFFER_CLUSTERS
     estimate: str = "budget"
+    pinned: str = ""
+    refresh: int = 0
 
     name: ClassVar[str] = "wave_index"
     title: ClassVar[str] = "RetroInfer wave index"
@@ -90,9 +66,11 @@ class WaveIndex(Policy):
         check(
             self.estimate in ("budget", "all"), self, f"estimate is 'budget' or 'all', not '{self.estimate}'"
         )
+        check(self.refresh >= 0, self, f"refresh must be 0 or more steps, not {self.refresh}")
+        parse_spans(self.pinned)
 
     def build_key(self) -> tuple[Any, ...]:
-        return (self.tokens_per_centroid, self.segment, self.sink, self.local)
+        return (self.tokens_per_centroid, self.segment, self.sink, self.local, self.pinned)
 
     def counts(self, context: int) -> retroinfer.V1Counts:
         """Clusters, zones and buffer for a prompt of ``context`` tokens."""
@@ -107,13 +85,17 @@ class WaveIndex(Policy):
         )
 
     def build(self, keys: Tensor, values: Tensor, prompt_queries: Tensor, layer: LayerInfo) -> WaveIndexState:
+        check(layer.window is None, self, f"layer {layer.layer} has a sliding window; keep it dense")
         heads, n, dim = keys.shape
-        counts = self.counts(n)
         sink = min(self.sink, n)
+        pinned = parse_spans(self.pinned)
+        context = n - len(span_positions(pinned, sink, n - self.local, keys.device))
+        counts = self.counts(context)
         end = n - self.local if counts.n_centroids else sink
         index = WaveIndexState(
             layer=layer,
-            context=n,
+            prompt_length=n,
+            context=context,
             clusters=Clusters(
                 keys.new_zeros(heads, 0, dim),
                 torch.zeros(heads, 0, dtype=torch.int64, device=keys.device),
@@ -123,59 +105,31 @@ class WaveIndex(Policy):
             offsets=torch.zeros(heads, 1, dtype=torch.int64, device=keys.device),
             sink=sink,
             prompt_end=end,
+            pinned=pinned,
             tail_start=end,
             tail_keys=keys[:, end:],
             tail_values=values[:, end:],
         )
         if counts.n_centroids:
-            prompt = keys[:, sink:end], values[:, sink:end]
-            self._add(index, *prompt, sink, counts.n_centroids, counts.n_segment)
+            index.add(keys[:, sink:end], values[:, sink:end], sink, counts.n_centroids, counts.n_segment)
         return index
 
     def append(self, index: WaveIndexState, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        index.tail_keys = torch.cat([index.tail_keys, keys], 1)
-        index.tail_values = torch.cat([index.tail_values, values], 1)
-        step = retroinfer.UPDATE_TOKENS
-        growth = self.counts(index.context).growth
-        while index.tail_keys.shape[1] >= step + self.local:
-            new = index.tail_keys[:, :step], index.tail_values[:, :step]
-            self._add(index, *new, index.tail_start, growth.centroids, 1)
-            index.tail_start += step
-            index.tail_keys, index.tail_values = index.tail_keys[:, step:], index.tail_values[:, step:]
-
-    def _add(
-        self,
-        index: WaveIndexState,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        n_centroids: int,
-        n_segments: int,
-    ) -> None:
-        """Cluster tokens ``start`` … and append the clusters to ``index``."""
-        clustering = segmented_kmeans(keys, n_centroids, n_segments)
-        order, offsets = members(clustering.assignment, clustering.sizes)
-        sums = cluster_sums(values, clustering.assignment, n_centroids)
-        old = index.clusters
-        index.clusters = Clusters(
-            torch.cat([old.centroids, clustering.centroids.to(keys.dtype)], 1),
-            torch.cat([old.sizes, clustering.sizes], 1),
-            torch.cat([old.value_sums, sums.to(values.dtype)], 1),
-        )
-        index.offsets = torch.cat([index.offsets, offsets[:, 1:] + index.order.shape[1]], 1)
-        index.order = torch.cat([index.order, order + start], 1)
+        index.append(keys, values, self.local, self.counts(index.context).growth.centroids)
 
     def select(self, index: WaveIndexState, queries: Tensor, positions: Tensor) -> Selection:
         heads = queries.shape[1]
         counts = self.counts(index.context)
         grown = self._grown(index, positions)
         tail = index.prompt_end + grown * retroinfer.UPDATE_TOKENS
-        steady = per_head(steady_zone(positions, index.sink, tail, index.layer.window), heads)
+        steady = per_head(self._resident(index, positions, tail), heads)
         visible = counts.n_centroids + grown * counts.growth.centroids
-        scan = per_head(visible[:, None] * index.layer.head_dim * index.layer.item_bytes, heads)[..., 0]
+        full = self._full_steps(index, positions)
+        scanned = torch.where(full, 0, visible) * index.layer.head_dim * index.layer.item_bytes
+        scan = per_head(scanned[:, None], heads)[..., 0]
         if index.clusters.sizes.shape[1] == 0 or int(visible.max()) == 0:
             return Selection(steady, scan)
-        nprobe = counts.nprobe + grown * counts.growth.nprobe
+        nprobe = torch.where(full, visible, counts.nprobe + grown * counts.growth.nprobe)
         ranked = self._rank(index, queries, visible)
         column = torch.arange(ranked.shape[2], device=ranked.device)
         probed = torch.where(column < nprobe[:, None, None], ranked, -1)[..., : int(nprobe.max())]
@@ -192,6 +146,20 @@ class WaveIndex(Policy):
             block_tokens=tokens,
             truncated=truncated,
         )
+
+    def _resident(self, index: WaveIndexState, positions: Tensor, tail: Tensor) -> Tensor:
+        """Steady zone, dense tail and the pinned tokens between them, [T, S]."""
+        steady = steady_zone(positions, index.sink, tail)
+        pinned = span_positions(index.pinned, index.sink, index.length, positions.device)
+        if not len(pinned):
+            return steady
+        return torch.cat([steady, torch.where(pinned < tail[:, None], pinned, -1)], 1)
+
+    def _full_steps(self, index: WaveIndexState, positions: Tensor) -> Tensor:
+        """Whether each step is the last of ``refresh`` decode steps, [T] bool."""
+        if not self.refresh:
+            return torch.zeros_like(positions, dtype=torch.bool)
+        return (positions - index.prompt_length) % self.refresh == self.refresh - 1
 
     def _grown(self, index: WaveIndexState, positions: Tensor) -> Tensor:
         """Segments that had joined before the token at each position was appended, [T]."""
