@@ -45,14 +45,17 @@ def smollm2() -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def smollm2_trace(smollm2: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real trace: two samples of 1,000 tokens and 16 decode steps, with two requests and one request."""
+    """A real trace: two samples of 1,200 tokens and 16 decode steps, with two requests and one request.
+
+    Long enough for the wave index, which is dense until 1,024 tokens lie outside the steady zone.
+    """
     from tiny_models import GivenSamples
 
     from kvtune.capturing import capture
     from kvtune.workloads import get_workload
 
     task = get_workload("niah_single")
-    shared, single = task.samples(smollm2.tokenizer, 1000, 2, 1, 2, 0)
+    shared, single = task.samples(smollm2.tokenizer, 1200, 2, 1, 2, 0)
     samples = GivenSamples([shared, replace(single, requests=single.requests[:1])])
     folder = tmp_path_factory.mktemp("traces") / "smollm2.trace"
     capture(smollm2, samples, folder, decode=16, prompt_queries=128)
