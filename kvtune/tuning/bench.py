@@ -1,9 +1,8 @@
-"""Measures plans on recorded timelines, keeping references, indexes and layer outcomes between trials."""
+"""Measures plans on recorded timelines, keeping layer outcomes between trials."""
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtune.analysis.evaluate import LayerTruth, build_index, evaluate, layer_truth
+from kvtune.analysis.recordings import Recordings
 from kvtune.analysis.statistics import bootstrap_interval
 from kvtune.caching import AccessLog, CacheResult, UnitAccesses, simulate
 from kvtune.caching.tally import COLD, PAGE
 from kvtune.policies.base import Policy
 from kvtune.policies.plan import Plan
-from kvtune.traces import Timeline, TimelineLayer, Trace
+from kvtune.traces import Trace
 
 Interval = tuple[float, float, float]
 """A value and the ends of its interval: (value, low, high)."""
 DRAWS = 400
-INDEXES_PER_LAYER = 4
-VECTOR_BYTES = 2 << 30
 
 
 @dataclass(frozen=True)
@@ -64,27 +61,12 @@ class Score:
         }
 
 
-class Bench:
-    """Timelines of some samples of a trace, and everything already measured on them.
-
-    References (full attention) and outcomes are small and kept for good; indexes and the layers' vectors
-    are kept up to ``INDEXES_PER_LAYER`` and ``VECTOR_BYTES``, least recently used first out.
-    """
+class Bench(Recordings):
+    """Timelines of some samples of a trace, and every outcome of a layer already measured on them."""
 
     def __init__(self, trace: Trace, samples: Sequence[int], layers: Sequence[int]) -> None:
-        self.trace = trace
-        self.layers = tuple(layers)
-        self.timelines: list[Timeline] = [t for s in samples for t in trace.timelines(s)]
-        self._truths: dict[tuple[int, int], LayerTruth] = {}
-        self._indexes: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-        self._vectors: OrderedDict[tuple[int, int], TimelineLayer] = OrderedDict()
+        super().__init__(trace, samples, layers)
         self._outcomes: dict[tuple[Any, ...], LayerOutcome] = {}
-
-    @property
-    def context_tokens(self) -> tuple[int, int]:
-        """Shortest and longest prompt."""
-        lengths = [t.prompt_length for t in self.timelines]
-        return min(lengths), max(lengths)
 
     def score(self, plan: Plan, cache_fraction: float) -> Score:
         """Measure ``plan`` with a wave buffer of ``cache_fraction``."""
@@ -146,41 +128,12 @@ class Bench:
         return self._outcomes[key]
 
     def _measure(self, policy: Policy, timeline: int, layer: int) -> LayerOutcome:
-        prompt_length = self.timelines[timeline].prompt_length
-        vectors = self._layer(timeline, layer)
-        if (timeline, layer) not in self._truths:
-            self._truths[timeline, layer] = layer_truth(vectors)
-        key = (policy.name, *policy.build_key(), timeline, layer)
-        if key not in self._indexes:
-            self._indexes[key] = build_index(policy, vectors, prompt_length)
-            while len(self._indexes) > INDEXES_PER_LAYER * len(self.timelines) * len(self.layers):
-                self._indexes.popitem(last=False)
-        self._indexes.move_to_end(key)
-        result = evaluate(
-            policy,
-            vectors,
-            prompt_length,
-            index=self._indexes[key],
-            truth=self._truths[timeline, layer],
-            recall=False,
-        )
+        result = self.evaluate(policy, timeline, layer)
         return LayerOutcome(
             errors=result.error.numpy().astype(np.float32),
             read_bytes=result.read_bytes.sum(1).numpy().astype(np.float64),
             accesses=tuple(result.accesses),
         )
-
-    def _layer(self, timeline: int, layer: int) -> TimelineLayer:
-        """The vectors of one layer, kept while there is room."""
-        key = (timeline, layer)
-        if key not in self._vectors:
-            self._vectors[key] = self.timelines[timeline].layer(layer)
-        self._vectors.move_to_end(key)
-        vectors = self._vectors[key]
-        held = sum(t.nbytes for t in (vectors.keys, vectors.values, vectors.queries))
-        while len(self._vectors) * held > VECTOR_BYTES and len(self._vectors) > 1:
-            self._vectors.popitem(last=False)
-        return vectors
 
     def _rows(self, plan: Plan) -> list[list[LayerOutcome]]:
         """Outcomes by timeline and layer."""
