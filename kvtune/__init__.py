@@ -15,7 +15,7 @@ _PUBLIC = {
     "live": "kvtune.runtime",
     "tune": "kvtune.tuning",
 }
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", "analyze", "capture", "live", "open_trace", "simulate", "tune"]
 
 
 def __getattr__(name: str) -> Any:
