@@ -16,9 +16,11 @@ _MODULES = {
     "full": "Full",
     "infllm": "InfLLM",
     "oracle_topk": "OracleTopK",
+    "pyramidkv": "PyramidKV",
     "quest": "Quest",
     "shadowkv": "ShadowKV",
     "sliding_window": "SlidingWindow",
+    "snapkv": "SnapKV",
     "streaming": "Streaming",
     "wave_index": "WaveIndex",
 }

@@ -20,9 +20,11 @@ SMALL: dict[str, dict[str, object]] = {
     "full": {},
     "infllm": {"n_init": 16, "n_local": 64, "block": 32, "topk": 2},
     "oracle_topk": {"tokens": 100},
+    "pyramidkv": {"capacity": 150},
     "quest": {"token_budget": 96},
     "shadowkv": {"sparse_budget": 64, "outlier_chunks": 4},
     "sliding_window": {"window": 200},
+    "snapkv": {"capacity": 200},
     "streaming": {"recent": 200},
     "wave_index": {"retrieval": 0.05, "segment": 512},
 }
@@ -33,7 +35,7 @@ NAMES = sorted(all_policies())
 
 def built(policy, keys, values, n=N, layer=LAYER):
     """Index over the first n tokens, the rest appended."""
-    prompt = queries(policy.prompt_window, seed=2).permute(1, 2, 0, 3)
+    prompt = queries(min(policy.prompt_window, n), seed=2).permute(1, 2, 0, 3)
     index = policy.build(keys[:, :n], values[:, :n], prompt, layer)
     if keys.shape[1] > n:
         policy.append(index, keys[:, n:], values[:, n:], torch.arange(n, keys.shape[1]))
@@ -138,6 +140,28 @@ def members(selection, step, head):
     estimated = set() if selection.estimated is None else set(selection.estimated[step, head].tolist()) - {-1}
     blocks = [] if selection.blocks is None else [b for b in selection.blocks[step, head].tolist() if b >= 0]
     return exact, estimated, blocks
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if all_policies()[name].evicts])
+def test_what_was_dropped_never_returns(name):
+    _, _, _, positions, selection = run(name)
+    for head in range(HEADS):
+        dropped = set()
+        for step, position in enumerate(positions.tolist()):
+            row = set(selection.positions[step, head].tolist()) - {-1}
+            assert not row & dropped
+            dropped = set(range(position + 1)) - row
+        assert dropped
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_index_can_be_run_again(name):
+    policy = get_policy(name, SMALL[name])
+    keys, values = tensors(N + M)
+    positions = torch.arange(N, N + M)
+    index = built(policy, keys, values)
+    first = policy.select(index, queries(M), positions)
+    assert torch.equal(policy.select(index, queries(M), positions).positions, first.positions)
 
 
 @pytest.mark.parametrize("name", NAMES)
