@@ -25,6 +25,10 @@ class Clusters:
     value_sums: Tensor
     mean_positions: Tensor | None = None
 
+    def stored_bytes(self, item_bytes: int) -> int:
+        """Centroids and value sums at the model's precision, sizes of 4 bytes."""
+        return (self.centroids.numel() + self.value_sums.numel()) * item_bytes + self.sizes.numel() * 4
+
 
 @dataclass
 class Selection:
@@ -157,6 +161,14 @@ class Policy(ABC):
     @abstractmethod
     def append(self, index: Any, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Add keys [H, M, d] and values [H, M, dv] at positions [M] that follow those present."""
+
+    def index_bytes(self, index: Any, layer: LayerInfo) -> int:
+        """Bytes of ``index`` over all kv heads, as an engine would store it (default: the method has none).
+
+        What the method adds to the cache: centroids, bounds, codes, tables; not the keys and values
+        themselves, nor the order in which they lie.
+        """
+        return 0
 
     @classmethod
     @abstractmethod

@@ -142,6 +142,9 @@ class ClusterKV(Policy):
         touched = ((tokens + PAGE_TOKENS - 1) // PAGE_TOKENS).sum(-1)
         return Blocks(torch.where(tokens > 0, ranked, -1), pages, tokens, touched)
 
+    def index_bytes(self, index: KeyClusters, layer: LayerInfo) -> int:
+        return index.centroids.numel() * layer.item_bytes + index.sizes.numel() * 4
+
     @classmethod
     def lossless(cls, n: int) -> dict[str, Any]:
         return {"token_budget": max(n, 1)}

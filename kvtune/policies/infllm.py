@@ -125,6 +125,9 @@ class InfLLM(Policy):
         steady = steady_zone(positions, self.n_init, self.n_init + formed * self.block)
         return retrieval(per_head(steady, heads), tokens, blocks, scan[:, None].expand(-1, heads))
 
+    def index_bytes(self, index: InfLLMBlocks, layer: LayerInfo) -> int:
+        return index.representatives.numel() * layer.item_bytes
+
     @classmethod
     def lossless(cls, n: int) -> dict[str, Any]:
         return {"topk": max(-(-n // cls.block), 1)}

@@ -86,6 +86,9 @@ class Quest(Policy):
         steady = steady_zone(positions, 0, own * size)
         return retrieval(per_head(steady, heads), tokens, blocks, scan[:, None].expand(-1, heads))
 
+    def index_bytes(self, index: QuestPages, layer: LayerInfo) -> int:
+        return (index.low.numel() + index.high.numel()) * layer.item_bytes
+
     @classmethod
     def lossless(cls, n: int) -> dict[str, Any]:
         return {"token_budget": n + 2 * cls.page_size}

@@ -92,6 +92,9 @@ class ShadowKV(Policy):
         scan = (scored if scored > count else 0) * index.layer.head_dim * index.layer.item_bytes
         return retrieval(resident, tokens, blocks, positions.new_full((steps, heads), scan))
 
+    def index_bytes(self, index: ShadowLandmarks, layer: LayerInfo) -> int:
+        return index.landmarks.numel() * layer.item_bytes + index.outlier_ids.numel() * 4
+
     @classmethod
     def lossless(cls, n: int) -> dict[str, Any]:
         return {"sparse_budget": max(n, cls.chunk)}

@@ -203,6 +203,9 @@ class WaveIndex(Policy):
         inside = (column >= nprobe[:, None, None]) & (column < last[:, None, None])
         return torch.where(inside, ranked, -1)[..., int(nprobe.min()) : int(last.max())]
 
+    def index_bytes(self, index: WaveIndexState, layer: LayerInfo) -> int:
+        return index.clusters.stored_bytes(layer.item_bytes)
+
     @classmethod
     def lossless(cls, n: int) -> dict[str, Any]:
         return {"retrieval": 1.0, "estimation": 0.0}

@@ -204,6 +204,15 @@ def test_budget_is_monotone_in_bytes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_who_scans_has_an_index_that_takes_room(name):
+    policy, keys, values, _, selection = run(name)
+    stored = policy.index_bytes(built(policy, keys, values), LAYER)
+    assert stored >= 0
+    if selection.scan_bytes.any():
+        assert stored > 0, "say in index_bytes what the method keeps to scan"
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_parameters_round_trip_through_yaml(name):
     policy = get_policy(name, SMALL[name])
     assert get_policy(name, yaml.safe_load(yaml.safe_dump(policy.parameters()))) == policy
