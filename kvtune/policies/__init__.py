@@ -12,6 +12,7 @@ from kvtune.policies.base import Clusters, Policy, Selection
 __all__ = ["Clusters", "Policy", "Selection", "all_policies", "get_policy"]
 
 _MODULES = {
+    "a_shape": "AShape",
     "clusterkv": "ClusterKV",
     "full": "Full",
     "infllm": "InfLLM",
@@ -22,6 +23,7 @@ _MODULES = {
     "sliding_window": "SlidingWindow",
     "snapkv": "SnapKV",
     "streaming": "Streaming",
+    "tri_shape": "TriShape",
     "wave_index": "WaveIndex",
 }
 

@@ -16,6 +16,7 @@ from kvtune.policies import all_policies, get_policy
 
 N, M = 1500, 40
 SMALL: dict[str, dict[str, object]] = {
+    "a_shape": {"sink": 16, "recent": 200},
     "clusterkv": {"token_budget": 100},
     "full": {},
     "infllm": {"n_init": 16, "n_local": 64, "block": 32, "topk": 2},
@@ -26,6 +27,7 @@ SMALL: dict[str, dict[str, object]] = {
     "sliding_window": {"window": 200},
     "snapkv": {"capacity": 200},
     "streaming": {"recent": 200},
+    "tri_shape": {"sink": 16, "recent": 200, "n_last": 5},
     "wave_index": {"retrieval": 0.05, "segment": 512},
 }
 """Parameters small enough that every method really selects: one row per policy."""
