@@ -51,7 +51,7 @@ def simulate(
 
     title = get_cache(cache).title
     chosen = get_policy(policy, settings)
-    opened = kvtune.open_trace(trace)
+    opened = kvtune.open_trace(trace, verify=True)
     wanted = None if layers is None else parse_layers(layers, opened.geometry.n_layers)
     curve = kvtune.simulate(opened, fractions, cache, policy=chosen, layers=wanted, progress=output.progress)
     document = {
