@@ -23,6 +23,7 @@ from kvtune.geometry import LayerInfo
 from kvtune.policies.base import Policy, Selection
 from kvtune.policies.plan import Plan, as_plan
 from kvtune.progress import Progress, silent
+from kvtune.quantisation import HeadPrecision, PrecisionPlan, QuantisedLayer, quantised
 from kvtune.traces import Timeline, TimelineLayer, Trace
 
 STEP_CHUNK = 32
@@ -142,25 +143,31 @@ def evaluate(
     index: object | None = None,
     truth: LayerTruth | None = None,
     recall: bool = True,
+    precision: str | HeadPrecision | PrecisionPlan | None = None,
 ) -> LayerEvaluation:
     """Run ``policy`` over the decode steps of one layer of a timeline and measure it.
 
     ``index`` (from :func:`build_index`) and ``truth`` (from :func:`layer_truth`) are made where not given.
+    With ``precision`` the policy indexes, selects from and attends keys and values held in it (an ``index``
+    that is given must be built on ``quantised(layer, precision, prompt_length)``), and the bytes of tokens
+    are those stored; the truth stays in full precision, ``mass`` and recall are full precision's of the
+    tokens selected.
     """
+    held = layer if precision is None else quantised(layer, precision, prompt_length)
     started = time.perf_counter()
     if index is None:
-        index = build_index(policy, layer, prompt_length)
+        index = build_index(policy, held, prompt_length)
     build_seconds = time.perf_counter() - started
     truth = layer_truth(layer) if truth is None else truth
-    steps = decode_queries(layer)
+    steps = decode_queries(held)
     columns = _Columns()
     accesses: list[list[UnitAccesses]] = [[] for _ in range(layer.keys.shape[0])]
     for chunk in chunks(len(steps.positions)):
         selection = policy.select(index, steps.queries[chunk], steps.positions[chunk])
-        output, mass = _outcome(layer, steps, chunk, selection, truth)
+        output, mass = _outcome(layer, held, steps, chunk, selection, truth)
         columns.add("mass", mass.flatten(1))
         columns.add("error", _relative_error(output, truth.outputs[chunk]).flatten(1))
-        columns.add("read_bytes", selection.read_bytes(layer.info))
+        columns.add("read_bytes", _read_bytes(held, steps.positions[chunk], selection))
         columns.add("scan_bytes", selection.scan_bytes)
         columns.add("effective_tokens", selection.effective_tokens())
         if recall:
@@ -216,10 +223,25 @@ def _layer_accesses(plan: Plan, timeline: Timeline, number: int) -> list[UnitAcc
     ]
 
 
+def _read_bytes(held: TimelineLayer, positions: Tensor, selection: Selection) -> Tensor:
+    """Bytes that steps at ``positions`` [t] read, [t, H]."""
+    if isinstance(held, QuantisedLayer):
+        return held.read_bytes(selection, positions)
+    return selection.read_bytes(held.info)
+
+
 def _outcome(
-    layer: TimelineLayer, steps: DecodeQueries, chunk: slice, selection: Selection, truth: LayerTruth
+    layer: TimelineLayer,
+    held: TimelineLayer,
+    steps: DecodeQueries,
+    chunk: slice,
+    selection: Selection,
+    truth: LayerTruth,
 ) -> tuple[Tensor, Tensor]:
-    """Output [t, H, G, dv] under ``selection`` and the probability of its exact tokens [t, H, G]."""
+    """Output [t, H, G, dv] under ``selection`` and the probability of its exact tokens [t, H, G].
+
+    The output is that of the keys and values ``held``, the probability that of the recorded ones.
+    """
     heads, width = selection.positions.shape[1:]
     row_bytes = max(1, heads * width * (layer.info.head_dim + layer.info.value_dim) * 4)
     size = max(1, _GATHER_BYTES // row_bytes)
@@ -227,8 +249,11 @@ def _outcome(
     for part in chunks(chunk.stop - chunk.start, size):
         at = slice(chunk.start + part.start, chunk.start + part.stop)
         queries, positions = steps.queries[at], steps.positions[at]
-        zones = [exact_zone(queries, positions, layer.keys, layer.values, selection.steps(part), layer.info)]
+        chosen = selection.steps(part)
+        zones = [exact_zone(queries, positions, layer.keys, layer.values, chosen, layer.info)]
         exact_lse = torch.logsumexp(zones[0].logits, -1)
+        if isinstance(held, QuantisedLayer):
+            zones = [held.exact_zone(zones[0], queries, positions, chosen)]
         if selection.estimated is not None and selection.clusters is not None:
             estimated = selection.estimated[part]
             zones.append(estimation_zone(queries, positions, selection.clusters, estimated, layer.info))
