@@ -1,4 +1,4 @@
-"""An analysis on disk: summary.json, metrics.parquet and report.html in one folder."""
+"""An analysis on disk: a folder of files that appear together."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from kvtune.analysis.report import render_report
 from kvtune.errors import InputError, RunError
 
 SUMMARY, METRICS_TABLE, REPORT = "summary.json", "metrics.parquet", "report.html"
+
+Content = str | Callable[[Path], object]
 
 
 def check_out(folder: Path, overwrite: bool) -> None:
@@ -29,19 +31,35 @@ def check_out(folder: Path, overwrite: bool) -> None:
         )
 
 
+def check_absent(folder: Path, names: Iterable[str], overwrite: bool) -> None:
+    """Refuse a ``folder`` that holds one of the files ``names``, unless ``overwrite``; ``InputError``."""
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"'{folder}' is a file, not a folder", "name another folder with --out")
+    there = [folder / name for name in names if (folder / name).exists()]
+    if there and not overwrite:
+        raise InputError(f"'{there[0]}' exists", "name another folder with --out, or use --overwrite")
+
+
 def write_analysis(folder: Path, document: Mapping[str, Any], table: pa.Table) -> None:
-    """Write the three files: all under temporary names first, then renamed, ``summary.json`` last.
+    """Write the three files (see :func:`write_files`), ``summary.json`` last."""
+    page = render_report(document, table)
+    text = json_text(document)
+    write_files(
+        folder,
+        {
+            METRICS_TABLE: lambda path: pq.write_table(table, path, compression="zstd"),
+            REPORT: lambda path: path.write_text(page, encoding="utf-8"),
+            SUMMARY: lambda path: path.write_text(text, encoding="utf-8"),
+        },
+    )
+
+
+def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -> None:
+    """Write a file of each name with its writer: all under temporary names first, then renamed, in order.
 
     Other files in ``folder`` are left alone. Raises ``RunError`` if they can't be written; nothing is then
     changed.
     """
-    page = render_report(document, table)
-    text = json.dumps(jsonable(document), indent=2, allow_nan=False, ensure_ascii=False)
-    writers: dict[str, Callable[[Path], object]] = {
-        METRICS_TABLE: lambda path: pq.write_table(table, path, compression="zstd"),
-        REPORT: lambda path: path.write_text(page, encoding="utf-8"),
-        SUMMARY: lambda path: path.write_text(text + "\n", encoding="utf-8"),
-    }
     temporary = {name: folder / f".{name}.tmp-{os.getpid()}" for name in writers}
     fresh = not folder.exists()
     try:
@@ -64,6 +82,11 @@ def write_analysis(folder: Path, document: Mapping[str, Any], table: pa.Table) -
             path.unlink(missing_ok=True)
         if fresh and folder.is_dir():
             folder.rmdir()
+
+
+def json_text(document: Mapping[str, Any]) -> str:
+    """``document`` as the text of a JSON file."""
+    return json.dumps(jsonable(document), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def jsonable(value: Any) -> Any:
