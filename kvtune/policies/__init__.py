@@ -14,6 +14,7 @@ __all__ = ["Clusters", "Policy", "Selection", "all_policies", "get_policy"]
 _MODULES = {
     "a_shape": "AShape",
     "clusterkv": "ClusterKV",
+    "ctkvr": "CTkvr",
     "full": "Full",
     "infllm": "InfLLM",
     "oracle_topk": "OracleTopK",
