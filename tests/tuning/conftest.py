@@ -1,72 +1,11 @@
-"""A trace long enough for an index: clustered keys, queries that look for some of the clusters."""
+"""One clustered trace for all tuning tests."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
-import torch
+from clustered_traces import write_clustered
 
-from kvtune.geometry import ModelGeometry
-from kvtune.traces import Trace, TraceWriter, open_trace
-
-LAYERS, HEADS, GROUP, DIM = 3, 2, 2, 16
-CONTEXT, ANSWER = 1500, 6
-GEOMETRY = ModelGeometry(
-    n_layers=LAYERS,
-    n_heads=HEADS * GROUP,
-    n_kv_heads=HEADS,
-    head_dim=DIM,
-    value_dim=DIM,
-    dtype="float32",
-    max_positions=4096,
-    scaling=DIM**-0.5,
-    windows=(None, None, 64),
-    softcaps=(None,) * LAYERS,
-    sinks=(False,) * LAYERS,
-)
-
-
-def write_clustered(path: Path, samples: int = 3) -> Path:
-    """Layer 0 is easy (tight clusters), layer 1 hard (no clusters), layer 2 windowed."""
-    header = {
-        "model": "clustered",
-        "fingerprint": "feedbeef",
-        "geometry": GEOMETRY.to_dict(),
-        "dtype": "float32",
-        "layers": list(range(LAYERS)),
-        "kv_heads": list(range(HEADS)),
-        "values": True,
-        "workload": {"task": "clustered"},
-        "seed": 0,
-    }
-    writer = TraceWriter(path, header)
-    for number in range(samples):
-        generator = torch.Generator().manual_seed(number)
-        with writer.sample(number) as sample:
-            place = {"request": 0, "turn": 0}
-            context = sample.segment(
-                kind="context", request=-1, turn=-1, parent=-1, start=0, token_ids=range(CONTEXT)
-            )
-            answer = sample.segment(
-                kind="generated", parent=context, start=CONTEXT, token_ids=range(ANSWER), **place
-            )
-            for layer in range(LAYERS):
-                centres = torch.randn(HEADS, 60, DIM, generator=generator) * 2
-                spread = (0.2, 2.0, 1.0)[layer]
-                for segment, length in ((context, CONTEXT), (answer, ANSWER)):
-                    which = torch.randint(0, 60, (length,), generator=generator)
-                    keys = centres[:, which] + spread * torch.randn(HEADS, length, DIM, generator=generator)
-                    sample.keys_values(
-                        layer, segment, keys, torch.randn(HEADS, length, DIM, generator=generator)
-                    )
-                wanted = centres[:, :GROUP].flatten(0, 1)
-                queries = wanted + 0.3 * torch.randn(ANSWER, HEADS * GROUP, DIM, generator=generator)
-                positions = torch.arange(CONTEXT, CONTEXT + ANSWER)
-                sample.queries(layer, answer, positions, torch.arange(ANSWER), 0, queries)
-            sample.record(0, 0, "clustered", "reference", "generated", None)
-    writer.finish()
-    return path
+from kvtune.traces import Trace, open_trace
 
 
 @pytest.fixture(scope="session")
