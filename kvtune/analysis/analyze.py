@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtune.analysis.checks import check_vectors, chosen_layers
 from kvtune.analysis.document import analysis_document
 from kvtune.analysis.locality import LAGS
 from kvtune.analysis.measure import (
@@ -23,7 +24,7 @@ from kvtune.errors import InputError
 from kvtune.policies import Policy, get_policy
 from kvtune.policies.plan import Plan, as_plan
 from kvtune.progress import Progress, silent
-from kvtune.traces import Timeline, TimelineLayer, Trace, check_finite, open_trace
+from kvtune.traces import Timeline, Trace, open_trace
 
 DEFAULT_POLICY = "wave_index"
 
@@ -56,7 +57,7 @@ def analyze(
     started = time.perf_counter()
     plan = _plan(policy, settings)
     trace = trace if isinstance(trace, Trace) else open_trace(trace, verify=True)
-    chosen = _layers(trace, layers)
+    chosen = chosen_layers(trace, layers)
     if out is not None:
         check_out(Path(out), overwrite)
     summary, tidy = Summary(seed), TidyTable(trace.kv_heads, trace.geometry.group)
@@ -86,18 +87,6 @@ def _plan(policy: Policy | Plan | str | None, settings: Mapping[str, Any] | None
     return as_plan(policy)
 
 
-def _layers(trace: Trace, layers: Iterable[int] | None) -> list[int]:
-    if layers is None:
-        return list(trace.layers)
-    chosen = sorted(set(layers))
-    missing = [number for number in chosen if number not in trace.layers]
-    if missing or not chosen:
-        held = ", ".join(map(str, trace.layers))
-        what = f"layer {missing[0]} is not in the trace" if missing else "no layer is chosen"
-        raise InputError(what, f"it holds: {held}")
-    return chosen
-
-
 def _measure(
     timeline: Timeline,
     number: int,
@@ -107,7 +96,7 @@ def _measure(
 ) -> LayerRanking:
     """Measure one layer of one timeline into ``sinks``; its ranking serves the layer above."""
     layer = timeline.layer(number)
-    _check_vectors(layer)
+    check_vectors(layer)
     ranking = measure_attention(layer, timeline.prompt_length, TOP_K, LAGS)
     found = ranking.observations + measure_neighbour(below, ranking, layer)
     if timeline.trace.has_values:
@@ -117,14 +106,3 @@ def _measure(
         summary.add(timeline.sample, number, found)
         tidy.add(timeline.sample, timeline.index, number, found)
     return ranking
-
-
-def _check_vectors(layer: TimelineLayer) -> None:
-    """Refuse NaN and infinite queries and values (keys are checked where they are read)."""
-    trace, group = layer.timeline.trace, layer.info.group
-    query_heads = [head * group + place for head in trace.kv_heads for place in range(group)]
-    place = {"sample": layer.timeline.sample, "layer": layer.layer}
-    by_head = layer.queries.transpose(0, 1)
-    check_finite(by_head, **place, heads=query_heads, positions=layer.query_positions, what="query")
-    if trace.has_values:
-        check_finite(layer.values, **place, heads=trace.kv_heads, positions=layer.key_positions, what="value")

@@ -37,7 +37,7 @@ def analysis_document(
             "max": max(lengths),
         },
         "heads": {"query": heads * trace.geometry.group, "kv": heads},
-        "score": _scores(trace),
+        "score": scores(trace),
         **measures(summary),
         **bytes_per_step(summary, heads),
         "by_turn": [
@@ -59,7 +59,7 @@ def analysis_document(
             for number in summary.layers
         ],
         "claims": claims(summary),
-        "provenance": _provenance(trace),
+        "provenance": provenance(trace),
     }
 
 
@@ -74,16 +74,17 @@ def _policy(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _scores(trace: Trace) -> dict[str, float]:
+def scores(trace: Trace) -> dict[str, float]:
     """Mean score of the traced answers by task; tasks without a reference are left out."""
-    scores: dict[str, list[float]] = defaultdict(list)
+    by_task: dict[str, list[float]] = defaultdict(list)
     for record in trace.samples:
         if record.score is not None:
-            scores[record.task].append(record.score)
-    return {task: sum(values) / len(values) for task, values in scores.items()}
+            by_task[record.task].append(record.score)
+    return {task: sum(values) / len(values) for task, values in by_task.items()}
 
 
-def _provenance(trace: Trace) -> dict[str, Any]:
+def provenance(trace: Trace) -> dict[str, Any]:
+    """Where a trace comes from, and what measured it."""
     described = ("workload", "seed", "kvtune_version", "dtype", "digest")
     return {
         "fingerprint": trace.fingerprint,
