@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from kvtune.analysis.analyze import analyze
+from kvtune.analysis.compare import compare
 from kvtune.analysis.evaluate import LayerEvaluation, access_log, evaluate, true_scores
 from kvtune.analysis.statistics import bootstrap_interval
 
-__all__ = ["LayerEvaluation", "access_log", "analyze", "bootstrap_interval", "evaluate", "true_scores"]
+__all__ = [
+    "LayerEvaluation",
+    "access_log",
+    "analyze",
+    "bootstrap_interval",
+    "compare",
+    "evaluate",
+    "true_scores",
+]

@@ -80,9 +80,17 @@ class Recordings:
         self._indexes.move_to_end(key)
         return self._indexes[key]
 
-    def evaluate(self, policy: Policy, timeline: int, layer: int, *, recall: bool = False) -> LayerEvaluation:
+    def evaluate(
+        self,
+        policy: Policy,
+        timeline: int,
+        layer: int,
+        *,
+        built: BuiltIndex | None = None,
+        recall: bool = False,
+    ) -> LayerEvaluation:
         """``policy`` on the decode steps of one layer (see :func:`kvtune.analysis.evaluate.evaluate`)."""
-        built = self.index(policy, timeline, layer)
+        built = built or self.index(policy, timeline, layer)
         found = evaluate(
             policy,
             self.vectors(timeline, layer),
