@@ -15,6 +15,7 @@ _MODULES = {
     "a_shape": "AShape",
     "clusterkv": "ClusterKV",
     "ctkvr": "CTkvr",
+    "duo_attention": "DuoAttention",
     "full": "Full",
     "infllm": "InfLLM",
     "oracle_topk": "OracleTopK",

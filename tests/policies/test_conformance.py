@@ -19,6 +19,7 @@ SMALL: dict[str, dict[str, object]] = {
     "a_shape": {"sink": 16, "recent": 200},
     "clusterkv": {"token_budget": 100},
     "ctkvr": {"top_k": 60, "rho": 200, "n_centroids": 50},
+    "duo_attention": {"coverage": 0.15, "prompt_queries": 16},
     "full": {},
     "infllm": {"n_init": 16, "n_local": 64, "block": 32, "topk": 2},
     "oracle_topk": {"tokens": 100},
