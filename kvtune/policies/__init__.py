@@ -17,6 +17,7 @@ _MODULES = {
     "ctkvr": "CTkvr",
     "duo_attention": "DuoAttention",
     "full": "Full",
+    "h2o": "H2O",
     "infllm": "InfLLM",
     "oracle_topk": "OracleTopK",
     "pyramidkv": "PyramidKV",

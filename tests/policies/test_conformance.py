@@ -21,6 +21,7 @@ SMALL: dict[str, dict[str, object]] = {
     "ctkvr": {"top_k": 60, "rho": 200, "n_centroids": 50},
     "duo_attention": {"coverage": 0.15, "prompt_queries": 16},
     "full": {},
+    "h2o": {"heavy_ratio": 0.05, "recent_ratio": 0.05, "prompt_queries": 16},
     "infllm": {"n_init": 16, "n_local": 64, "block": 32, "topk": 2},
     "oracle_topk": {"tokens": 100},
     "pyramidkv": {"capacity": 150},
