@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvtune.errors import InputError, KvtuneError
@@ -20,8 +21,11 @@ from kvtune.models.adapters import quiet
 from kvtune.models.fingerprint import file_digest
 from kvtune.progress import Progress, silent
 
-VERSION = 1
+VERSION = 2
 """Of the conversion: a cached folder of another version is not used."""
+
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
+"""llama.cpp's names of pre-tokenisers that part digits before GPT-2's pattern (transformers does not)."""
 
 _ROPE_SCALING = {"none": None, "linear": "linear", "yarn": "yarn"}
 
@@ -62,11 +66,11 @@ def convert(gguf: Path, progress: Progress | None = None) -> Path:
     workplace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         with quiet(), (progress or silent).task(f"converting {gguf.name}", 3) as step:
-            config, state = _read(gguf)
+            config, state, splitting = _read(gguf)
             step.advance(note="weights read")
             _write(workplace, config, state)
             step.advance(note="weights written")
-            _tokenizer(gguf).save_pretrained(workplace)
+            _tokenizer(gguf, splitting).save_pretrained(workplace)
             step.advance(note="tokenizer")
         _publish(workplace, folder)
     finally:
@@ -74,14 +78,15 @@ def convert(gguf: Path, progress: Progress | None = None) -> Path:
     return folder
 
 
-def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Configuration and dequantised weights, in bfloat16."""
+def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor], str]:
+    """Configuration, dequantised weights in bfloat16, and the name of the pre-tokeniser."""
     from gguf import GGUFReader
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     with _reading(gguf):
         reader = GGUFReader(gguf)
         rope = _rope(reader)
+        splitting = reader.get_field("tokenizer.ggml.pre")
         parsed = load_gguf_checkpoint(str(gguf))["config"]
         config = AutoConfig.for_model(parsed.pop("model_type"), **parsed)
         if rope:
@@ -101,7 +106,7 @@ def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor]]:
         )
     config.architectures = [type(skeleton).__name__]
     config.dtype = torch.bfloat16
-    return config, loaded["tensors"]
+    return config, loaded["tensors"], splitting.contents() if splitting else ""
 
 
 @contextmanager
@@ -147,9 +152,14 @@ def _rope(reader: Any) -> dict[str, Any]:
     return rope
 
 
-def _tokenizer(gguf: Path) -> Any:
+def _tokenizer(gguf: Path, splitting: str) -> Any:
     with _reading(gguf):
-        return AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    if splitting in _DIGITS_APART:
+        gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        apart = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, gpt2])
+    return tokenizer
 
 
 def _write(folder: Path, config: Any, state: dict[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtune.errors import InputError
-from kvtune.models import conversion, load_model
+from kvtune.models import conversion, find_model, load_model, load_tokenizer
 from kvtune.models.conversion import cache_folder, convert, converted_folder, is_converted
 
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
@@ -36,10 +36,10 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def vocabulary() -> list[str]:
-    """An end token, GPT-2's 256 byte symbols and one merged pair."""
+    """An end token, GPT-2's 256 byte symbols and four merged pairs."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     symbols = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
-    return ["<|end|>", *symbols, "fg"]
+    return ["<|end|>", *symbols, "fg", "hi", "12", "ĠĠ"]
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
@@ -79,10 +79,10 @@ def write_gguf(path: Path, **extra: Any) -> LlamaForCausalLM:
     writer.add_rope_dimension_count(8)
     writer.add_vocab_size(len(words))
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(extra.get("splitting", "default"))
     writer.add_token_list(words)
     writer.add_token_types([3] + [1] * (len(words) - 1))
-    writer.add_token_merges(["f g"])
+    writer.add_token_merges(["f g", "h i", "1 2", "Ġ Ġ"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     for key, value in extra.items():
@@ -119,6 +119,16 @@ def test_weights_and_tokenizer_come_through(tmp_path: Path):
     assert loaded.geometry.dtype == "float32" and loaded.geometry.max_positions == 128
 
 
+def test_digits_are_split_as_the_file_says(tmp_path: Path):
+    """SmolLM parts digits first, so that two spaces before one stay together; GPT-2 does not."""
+    words = {}
+    for splitting in ("smollm", "default"):
+        write_gguf(tmp_path / f"{splitting}.gguf", splitting=splitting)
+        tokenizer = load_tokenizer(find_model(str(tmp_path / f"{splitting}.gguf")))
+        words[splitting] = tokenizer.convert_ids_to_tokens(tokenizer("a  12")["input_ids"])
+    assert words == {"smollm": ["a", "ĠĠ", "1", "2"], "default": ["a", "Ġ", "Ġ", "12"]}
+
+
 def test_conversion_happens_once(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch):
     write_gguf(tmp_path / "toy.gguf")
     assert not is_converted(tmp_path / "toy.gguf")
@@ -150,10 +160,10 @@ def test_a_race_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_gguf(tmp_path / "toy.gguf")
     tokenizer = conversion._tokenizer
 
-    def slower(path: Path) -> Any:
+    def slower(path: Path, splitting: str) -> Any:
         monkeypatch.setattr(conversion, "_tokenizer", tokenizer)
         convert(path)
-        return tokenizer(path)
+        return tokenizer(path, splitting)
 
     monkeypatch.setattr(conversion, "_tokenizer", slower)
     folder = convert(tmp_path / "toy.gguf")
