@@ -50,24 +50,30 @@ class CTkvr(Policy):
     paper's were not at hand either. A list is not causal, and ALiBi enters only the rescoring. Where no
     prompt query was recorded, attention stays full; a layer with a window of its own is refused.
 
-    Options, off by default. The ideas are a secondary article's, as are the figures in brackets; kvtune has
-    not measured them yet: ``benchmarks/ctkvr_options.py`` does, on a trace.
+    Options, off by default. The ideas are a secondary article's, as are the figures in brackets. Measured
+    means: output error against the plain method's 0.068, by ``benchmarks/ctkvr_options.py`` on layer 15 of
+    SmolLM2-135M (code search, 4K tokens, 2 samples, ``top_k`` 128, ``rho`` 256): one small model, where 256
+    centroids do as well as 1024 (0.068) and read a third.
 
     - ``centroids``: ``last``; ``kmeans`` over the last ``query_window`` (1024) queries;
       ``attention_weighted``, the same with each query weighed by its probability outside the steady zone;
       ``offline``, learned from other traces by ``ctkvr_offline.learn_centroids`` and read from the .npz file
-      ``offline``. k-means thins only where ``n_centroids`` is below the queries that there are.
+      ``offline``. k-means thins only where ``n_centroids`` is below the queries that there are. Measured, 256
+      centroids each: 0.069, 0.069, 0.071, none better than the last 256 queries.
     - ``dynamic`` (1000): after that many decode steps, lists used > 2x the mean split, lists used < 0.5x
       merge (recall 78% to 93%), as many of one as of the other; then all lists are made anew and hold the
-      decode-made keys too, which until then are resident.
+      decode-made keys too, which until then are resident. Measured every 24 steps: 0.068; not measured yet on
+      answers of thousands of tokens.
     - ``simhash`` (0.93): tokens whose 64-bit SimHash agrees in that share of bits with a better one of the
-      list leave it (35% fewer scores).
+      list leave it (35% fewer scores). Measured: 0.069, and hardly a score less.
     - ``cold_start`` (200): that many full decode steps, then as many on which the best tokens of all keys are
-      kept, fewer and fewer down to ``top_k``.
+      kept, fewer and fewer down to ``top_k``. Measured with 16: 0.020 for 1.6x the bytes.
     - ``position_weights`` ("0.5:1.5"): the factor on a token's probability, from the first position to the
-      last.
-    - ``average_length``: ``top_k`` becomes top_k·√(length / average_length).
+      last. Measured: 0.068.
+    - ``average_length``: ``top_k`` becomes top_k·√(length / average_length). Measured at about twice the
+      average: 0.056 for 1.07x the bytes, as a larger ``top_k`` gives (256: 0.047).
     - ``int8``: candidates are scored from INT8 keys with a 2-byte scale; attention reads the true ones.
+      Measured: 0.068; the candidates' bytes fall to 27% of float32 (52% of 16-bit).
     """
 
     top_k: int = 512

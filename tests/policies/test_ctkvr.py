@@ -229,8 +229,8 @@ def test_windowed_layer_is_refused():
         {"top_k": 0}, {"n_centroids": 0}, {"rho": 0}, {"nprobe": 0}, {"sink": -1}, {"local": 0},
         {"dynamic": -1}, {"simhash": 0.4}, {"simhash": 1.1}, {"cold_start": -1}, {"average_length": -1},
         {"centroids": "first"}, {"position_weights": "1"}, {"position_weights": "0:1"},
-        {"position_weights": "a:b"}, {"position_weights": "1:2:3"}, {"position_weights": "1:inf"}, {"centroids": "offline"},
-        {"offline": "somewhere.npz"}, {"int8": "perhaps"},
+        {"position_weights": "a:b"}, {"position_weights": "1:2:3"}, {"position_weights": "1:inf"},
+        {"centroids": "offline"}, {"offline": "somewhere.npz"}, {"int8": "perhaps"},
     ],
 )  # fmt: skip
 def test_bad_parameters_are_refused(bad):
