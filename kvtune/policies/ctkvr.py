@@ -53,7 +53,7 @@ class CTkvr(Policy):
     Options, off by default. The ideas are a secondary article's, as are the figures in brackets. Measured
     means: output error against the plain method's 0.068, by ``benchmarks/ctkvr_options.py`` on layer 15 of
     SmolLM2-135M (code search, 4K tokens, 2 samples, ``top_k`` 128, ``rho`` 256): one small model, where 256
-    centroids do as well as 1024 (0.068) and read a third.
+    centroids do as well as 1024 (0.068) and scan a third of the bytes.
 
     - ``centroids``: ``last``; ``kmeans`` over the last ``query_window`` (1024) queries;
       ``attention_weighted``, the same with each query weighed by its probability outside the steady zone;
@@ -73,7 +73,7 @@ class CTkvr(Policy):
     - ``average_length``: ``top_k`` becomes top_k·√(length / average_length). Measured at about twice the
       average: 0.056 for 1.07x the bytes, as a larger ``top_k`` gives (256: 0.047).
     - ``int8``: candidates are scored from INT8 keys with a 2-byte scale; attention reads the true ones.
-      Measured: 0.068; the candidates' bytes fall to 27% of float32 (52% of 16-bit).
+      Measured: 0.068; the candidates' bytes fall to 26% of float32 (52% of 16-bit at d 64).
     """
 
     top_k: int = 512
