@@ -119,6 +119,18 @@ def flip(file: Path, place: float, bit: int):
     file.write_bytes(data)
 
 
+@pytest.mark.parametrize("name", [KV, QUERIES, PROJECTION])
+@pytest.mark.parametrize("back", [1, 8, 9, 60, 300])
+def test_footers_are_verified_without_asking(harmed, name, back):
+    """Arrow is not shown a footer with a flipped bit: some of them abort the process."""
+    data = bytearray((harmed / name).read_bytes())
+    data[-back] ^= 4
+    (harmed / name).write_bytes(data)
+    message = refused(harmed, verify=False)
+    assert str(harmed / name) in message
+    assert "footer" in message
+
+
 def test_tables_are_verified_without_asking(harmed):
     flip(harmed / "segments.parquet", 0.5, bit=0)
     assert "segments.parquet" in refused(harmed, verify=False)

@@ -240,6 +240,26 @@ def test_a_full_disk_says_what_was_kept(tmp_path, monkeypatch, owner, name):
     assert contents(tmp_path / "t") == contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_commit_that_failed_midway_can_be_repeated(tmp_path, monkeypatch, renames):
+    """Keys in place, queries not: the same writer writes the sample again, a resumed one first clears it."""
+    writer = TraceWriter(tmp_path / "t", header())
+    left, rename = count(), os.replace
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", lambda a, b: full() if next(left) >= renames else rename(a, b))
+        with pytest.raises(RunError), writer.sample(0) as sample:
+            write_sample(sample, header(), seed=0)
+    shutil.copytree(tmp_path / "t", tmp_path / "copy")
+    TraceWriter(tmp_path / "copy", header(), resume=True)
+    assert set(contents(tmp_path / "copy")) == {"manifest.json"}
+    for index in (0, 1):
+        with writer.sample(index) as sample:
+            write_sample(sample, header(), seed=index)
+    writer.finish()
+    write_trace(tmp_path / "whole")
+    assert contents(tmp_path / "t") == contents(tmp_path / "whole")
+
+
 def test_a_full_disk_at_the_end_keeps_every_sample(tmp_path, monkeypatch):
     writer = TraceWriter(tmp_path / "t", header())
     for index in (0, 1):

@@ -228,18 +228,27 @@ def test_memory_for_large_reads():
         assert tensor.is_contiguous()
 
 
-def test_queries_may_come_in_any_number_of_calls(tmp_path):
+def test_queries_may_come_in_any_number_of_calls(tmp_path, monkeypatch):
+    """Row groups of five positions, however the calls are cut; the caller may reuse its memory at once."""
+    monkeypatch.setattr(sample_writer, "ROW_GROUP_BYTES", 5 * 4 * 8 * 2)
+    queries = random_vectors(12, 4, 8, seed=1)
+
     def write(path, cuts):
         writer = TraceWriter(path, header(layers=[0]))
-        queries = random_vectors(12, 4, 8, seed=1)
+        buffer = torch.empty_like(queries)
         with writer.sample(0) as sample:
             sample.segment(kind="context", request=-1, turn=-1, parent=-1, start=0, token_ids=range(12))
             sample.keys_values(0, 0, random_vectors(2, 12, 8, seed=2), random_vectors(2, 12, 6, seed=3))
             for a, b in zip([0, *cuts], [*cuts, 12]):
-                sample.queries(0, 0, torch.arange(a, b), torch.full((b - a,), -1), 0, queries[a:b])
+                given = buffer[: b - a].copy_(queries[a:b])
+                sample.queries(0, 0, torch.arange(a, b), torch.full((b - a,), -1), 0, given)
+                given.fill_(float("nan"))
         return writer.finish()["files"]
 
     assert write(tmp_path / "one", []) == write(tmp_path / "many", [1, 2, 7])
+    assert torch.equal(open_trace(tmp_path / "many").timelines(0)[0].layer(0).queries, queries)
+    metadata = pq.read_metadata(tmp_path / "many/queries/sample=0/layer=0.parquet")
+    assert [metadata.row_group(g).num_rows for g in range(metadata.num_row_groups)] == [20, 20, 8]
 
 
 def test_folders_may_look_like_partitions(tmp_path):
