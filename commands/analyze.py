@@ -20,12 +20,37 @@ from kvtune.commands.options import (
     parse_settings,
 )
 from kvtune.commands.output import Output
+from kvtune.commands.sensitivity import SensitivityOptions, analyze_sensitivity
+from kvtune.errors import InputError
 
 
 def analyze(
     trace: Annotated[Path, typer.Argument(help="Trace folder written by 'kvtune capture'.")],
-    policy: Annotated[str, typer.Option("--policy", help="Policy to evaluate on the trace.")] = "wave_index",
+    policy: Annotated[
+        str | None, typer.Option("--policy", help="Policy to evaluate on the trace (default: wave_index).")
+    ] = None,
     set_: Settings = None,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Rank heads by the error of KV precisions instead.")
+    ] = False,
+    precisions: Annotated[
+        str | None,
+        typer.Option("--precisions", help="With --sensitivity: what to try (default: fp8,int8,int4,kivi2)."),
+    ] = None,
+    native_share: Annotated[
+        float | None,
+        typer.Option("--native-share", help="With --sensitivity: share of heads kept native (default: 0.1)."),
+    ] = None,
+    target_drop: Annotated[
+        float | None,
+        typer.Option(
+            "--target-drop", help="With --sensitivity: keep as many heads native as lower the error by this."
+        ),
+    ] = None,
+    max_error: Annotated[
+        float | None,
+        typer.Option("--max-error", help="With --sensitivity: largest mean error of a plan (default: 0.1)."),
+    ] = None,
     layers: Layers = None,
     out: OutPath = None,
     overwrite: Overwrite = False,
@@ -36,10 +61,19 @@ def analyze(
     """Measure locality and concentration of attention, and what a policy costs and loses.
 
     Writes summary.json, metrics.parquet and report.html to --out (default: TRACE-analysis, beside the trace).
+    With --sensitivity: how far each KV precision moves the output of each head, and which heads should stay
+    native; writes sensitivity.json and sensitivity.html there.
     """
     settings = parse_settings(set_)
     output = Output(json=json, quiet=quiet)
     folder = default_out(trace) if out is None else out
+    options = SensitivityOptions(precisions, native_share, target_drop, max_error)
+    if sensitivity:
+        if policy is not None or settings:
+            raise InputError("--sensitivity measures full attention: leave out --policy and --set")
+        analyze_sensitivity(trace, options, layers, folder, overwrite, seed, output)
+        return
+    options.refuse()
 
     import kvtune
     from kvtune.analysis.output import METRICS_TABLE, REPORT, SUMMARY, check_out
@@ -60,7 +94,8 @@ def analyze(
     files = {"summary": SUMMARY, "metrics": METRICS_TABLE, "report": REPORT}
     document["files"] = {kind: str(folder / name) for kind, name in files.items()}
     output.result(document, lambda out: _human(out, document))
-    output.closing(folder, f"kvtune simulate {shlex.quote(str(trace))} --policy {policy}")
+    named = document["policy"]["name"]
+    output.closing(folder, f"kvtune simulate {shlex.quote(str(trace))} --policy {named}")
 
 
 def default_out(trace: Path) -> Path:
