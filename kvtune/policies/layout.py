@@ -52,28 +52,29 @@ class Blocks:
     touched: Tensor
 
 
-def position_blocks(ranked: Tensor, length: int) -> Blocks:
-    """The 16-token blocks that hold the tokens ``ranked`` [T, H, S] (best first, -1 as padding).
+def position_blocks(ranked: Tensor, length: int, size: int = BLOCK_TOKENS) -> Blocks:
+    """The blocks of ``size`` positions that hold the tokens ``ranked`` [T, H, S] (best first, -1 as padding).
 
-    A block's rank is that of its best token. A cache holds and fetches a block whole (2 pages), while
-    attention reads only the pages that hold a wanted token (``touched``). ``length`` bounds the positions.
+    A block's rank is that of its best token. A cache holds and fetches a block whole, while attention
+    reads only the pages that hold a wanted token (``touched``). ``length`` bounds the positions; ``size``
+    is a multiple of a page's 8 tokens.
     """
     steps, heads, width = ranked.shape
-    n_pages = -(-max(length, 1) // BLOCK_TOKENS) * (BLOCK_TOKENS // PAGE_TOKENS)
+    n_pages = -(-max(length, 1) // size) * (size // PAGE_TOKENS)
     wanted = ranked >= 0
     page = torch.where(wanted, ranked // PAGE_TOKENS, n_pages)
     tokens = torch.zeros(steps, heads, n_pages + 1, dtype=torch.int64, device=ranked.device)
     tokens.scatter_add_(2, page, wanted.long())
-    tokens = tokens[..., :n_pages].view(steps, heads, -1, BLOCK_TOKENS // PAGE_TOKENS)
+    tokens = tokens[..., :n_pages].view(steps, heads, -1, size // PAGE_TOKENS)
     rank = torch.full((steps, heads, n_pages + 1), width, dtype=torch.int64, device=ranked.device)
     order = torch.arange(width, device=ranked.device).expand_as(ranked)
     rank.scatter_reduce_(2, page, order, "amin")
-    rank = rank[..., :n_pages].view(steps, heads, -1, BLOCK_TOKENS // PAGE_TOKENS).amin(-1)
+    rank = rank[..., :n_pages].view(steps, heads, -1, size // PAGE_TOKENS).amin(-1)
     used = int((tokens.sum(-1) > 0).sum(-1).max()) if steps else 0
     _, ids = torch.sort(rank, dim=2, stable=True)
     ids = ids[..., :used]
     counts = torch.gather(tokens.sum(-1), 2, ids)
-    pages = torch.where(counts > 0, BLOCK_TOKENS // PAGE_TOKENS, 0)
+    pages = torch.where(counts > 0, size // PAGE_TOKENS, 0)
     touched = (tokens > 0).sum((-1, -2))
     return Blocks(torch.where(counts > 0, ids, -1), pages, counts, touched)
 
