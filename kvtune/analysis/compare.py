@@ -48,7 +48,7 @@ def compare(
     ``note``). Full attention, full attention over an FP8 cache and the exact top-k stand beside.
     ``settings`` gives other parameters by policy; ``layers`` default to all in the trace. A policy that
     this trace cannot serve is listed in ``left_out`` with the reason. ``live`` measures a policy on the
-    model itself; what it returns joins the row (policies that evict are passed over).
+    model itself and returns what joins its row (``InputError``: a note says why not).
 
     Returns the document: ``policies``, by ascending mean error, each with ``name``, ``params``,
     ``recall_at_100``, ``attention_mass``, ``output_error``, ``effective_tokens`` (per kv head),
@@ -175,11 +175,12 @@ def _row(
         "matched": found.matched,
         "reference": policy.name in REFERENCES,
     }
-    if live is not None and policy.evicts:
-        notes.append("not run live: it evicts")
-    elif live is not None:
+    if live is not None:
         step.advance(0, note=f"{policy.name} live")
-        row |= live(found.policy)
+        try:
+            row |= live(found.policy)
+        except InputError as error:
+            notes.append(f"not run live: {error.message}")
     return row | {"note": "; ".join(notes)}
 
 
@@ -194,7 +195,7 @@ def _stored(comparison: Comparison, target: float) -> dict[str, Any]:
         **measured,
         "matched": matched,
         "reference": True,
-        "note": "" if matched else "it has no budget to set",
+        "note": "" if matched else "no budget to set",
     }
 
 

@@ -105,7 +105,7 @@ def _table(document: Document) -> str:
         ]
         for row in document["policies"]
     ]
-    return f'<div class="dense">{table(columns, rows, range(2, len(columns) - 1))}</div>'
+    return f'<div class="dense notes">{table(columns, rows, range(2, len(columns) - 1))}</div>'
 
 
 def _quality_figures(document: Document) -> list[str]:

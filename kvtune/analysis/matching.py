@@ -39,7 +39,7 @@ def match_budget(policy: Policy, target: float, measure: Measure, longest: int) 
     if policy.budget is None:
         read = measure(policy)
         matched = _near(read, target)
-        return Match(policy, read, matched, "" if matched else "it has no budget to set")
+        return Match(policy, read, matched, "" if matched else "no budget to set")
     return _Search(policy, policy.budget, target, measure, longest).run()
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from kvtune.analysis.plots import Axis, Show, log_ticks, nice_ticks
+from kvtune.analysis.plots import Axis, Show, nice_ticks
 from kvtune.analysis.text import number, short
 
 WIDTH, HEIGHT = 560, 340
-LEFT, NAMES, RIGHT, TOP, BOTTOM = 64, 132, 64, 12, 46
+LEFT, NAMES, RIGHT, TOP, BOTTOM = 64, 132, 92, 12, 46
 LINE = 14
 """Pixels between two labels."""
 
@@ -29,7 +29,7 @@ class Point:
 def scatter_chart(
     points: Sequence[Point], x_label: str, y_label: str, *, show_x: Show = number, show_y: Show = number
 ) -> str:
-    """Points with their names beside them; x logarithmic where it spans more than a factor of four."""
+    """Points with their names beside them; x in doublings where it spans more than a factor of four."""
     points = [p for p in points if math.isfinite(p.x) and math.isfinite(p.y)]
     if not points:
         return ""
@@ -44,7 +44,7 @@ def scatter_chart(
     free = -math.inf
     for x, tick in ((x_axis.at(tick), tick) for tick in x_ticks):
         if x >= free:
-            free = x + 72
+            free = x + 64
             drawn.append(_text(x, HEIGHT - BOTTOM + 17, show_x(tick), "tick", "middle"))
     middle = (TOP + HEIGHT - BOTTOM) / 2
     drawn.append(_text((LEFT + WIDTH - 14) / 2, HEIGHT - 8, x_label, "axis", "middle"))
@@ -53,13 +53,13 @@ def scatter_chart(
         f"{escape(y_label)}</text>"
     )
     places = [(x_axis.at(p.x), y_axis.at(p.y)) for p in points]
-    for point, (x, y), label_y in zip(points, places, _apart([y for _, y in places])):
+    for point, (x, y), label_y in zip(points, places, _label_heights([p.label for p in points], places)):
         title = f"{point.label}: {show_x(point.x)}, {show_y(point.y)}"
         drawn.append(
             f'<g><title>{escape(title)}</title><circle class="hit" cx="{x}" cy="{y}" r="9"/>'
             f'<circle class="dot d{2 if point.aside else 1}" cx="{x}" cy="{y}" r="4"/></g>'
         )
-        right = x < WIDTH * 0.62
+        right = _on_right(x)
         drawn.append(
             _text(x + (9 if right else -9), label_y + 4, point.label, "tick", "start" if right else "end")
         )
@@ -74,7 +74,10 @@ def _x_axis(values: Sequence[float]) -> tuple[Axis, list[float]]:
     else:
         room = 0.12 * (max(values) - min(values) or abs(max(values)) or 1.0)
         low, high = min(values) - room, max(values) + room
-    ticks = log_ticks(low, high) if log else nice_ticks(low, high)
+    if log:
+        ticks = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)))]
+    else:
+        ticks = nice_ticks(low, high)
     return Axis(low, high, LEFT, WIDTH - 14, log), [tick for tick in ticks if low <= tick <= high]
 
 
@@ -104,9 +107,11 @@ def row_chart(
         if not math.isfinite(value):
             continue
         mark = marks_at[place] if marks_at else math.nan
-        title, end = f"{name}: {show(value)}", axis.at(value)
+        text, end = show(value), axis.at(value)
+        title = f"{name}: {text}"
         if math.isfinite(mark):
             title += f", {mark_label} {show(mark)}"
+            text += f" / {show(mark)}"
         drawn.append(
             f'<g><title>{escape(title)}</title><rect class="bar" x="{NAMES}" y="{y + 4}" '
             f'width="{max(end - NAMES, 0.5):.1f}" height="{tall - 8}"/>'
@@ -115,23 +120,30 @@ def row_chart(
             x = axis.at(mark)
             drawn.append(f'<line class="mark" x1="{x}" x2="{x}" y1="{y + 3}" y2="{y + tall - 3}"/>')
             end = max(end, x)
-        drawn.append(f"</g>{_text(end + 6, y + 16, show(value), 'tick', 'start')}")
+        drawn.append(f"</g>{_text(end + 6, y + 16, text, 'tick', 'start')}")
     key = f'<p class="legend"><span><i class="mark-key"></i>{escape(mark_label)}</span></p>'
     return _svg(drawn, height, x_label) + (key if mark_label else "")
 
 
-def _apart(heights: Sequence[float]) -> list[float]:
-    """Heights of labels, moved from crowded points until they are a line apart, none below the plot."""
-    moved = list(heights)
-    order = sorted(range(len(heights)), key=lambda place: heights[place])
-    last = -math.inf
-    for place in order:
-        last = moved[place] = max(moved[place], last + LINE)
-    limit: float = HEIGHT - BOTTOM
-    for place in reversed(order):
-        moved[place] = min(moved[place], limit)
-        limit = moved[place] - LINE
-    return moved
+def _label_heights(labels: Sequence[str], places: Sequence[tuple[float, float]]) -> list[float]:
+    """Heights of the labels of points, raised where one would cover another (6.5 pixels a letter)."""
+    heights = [0.0] * len(labels)
+    placed: list[tuple[float, float, float]] = []
+    for place in sorted(range(len(labels)), key=lambda at: -places[at][1]):
+        x, y = places[place]
+        wide = 6.5 * len(labels[place]) + 9
+        left, right = (x, x + wide) if _on_right(x) else (x - wide, x)
+        for other_left, other_right, other in sorted(placed, key=lambda label: -label[2]):
+            if left < other_right and other_left < right and abs(y - other) < LINE:
+                y = other - LINE
+        placed.append((left, right, y))
+        heights[place] = y
+    return heights
+
+
+def _on_right(x: float) -> bool:
+    """Whether a point's label stands on its right."""
+    return x < WIDTH * 0.62
 
 
 def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:

@@ -48,6 +48,7 @@ th,td{padding:.42rem .8rem;text-align:left;vertical-align:top;border-bottom:1px 
 tr:last-child td{border-bottom:0}th{font-weight:600;color:var(--muted);white-space:nowrap}
 td.n,th.n{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
 .dense table{font-size:.85rem}.dense th,.dense td{padding:.3rem .55rem}.dense th{white-space:normal}
+.notes td:last-child{min-width:11rem}
 .summary td:nth-child(-n+3){white-space:nowrap}
 .claims td:nth-child(1){min-width:15rem}.claims td:nth-child(2){min-width:9rem}
 .yes,.no,.open{white-space:nowrap}.yes{color:var(--good);font-weight:600}.no{color:var(--bad);font-weight:600}.open{color:var(--muted)}
