@@ -11,6 +11,7 @@ import typer
 
 from kvtune.commands.errors import kept
 from kvtune.commands.options import (
+    Device,
     JsonFlag,
     Layers,
     OutPath,
@@ -49,6 +50,7 @@ def tune(
     ] = 0.34,
     uniform: Annotated[bool, typer.Option("--uniform", help="Same budget in every layer.")] = False,
     layers: Layers = None,
+    device: Device = "auto",
     seed: Seed = 0,
     out: OutPath = None,
     resume: Resume = False,
@@ -82,6 +84,7 @@ def tune(
             held_out=held_out,
             layers=wanted,
             per_layer=not uniform,
+            device=device,
             seed=seed,
             progress=output.progress,
         )

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvtune.analysis.checks import check_vectors, chosen_layers
 from kvtune.analysis.document import analysis_document
 from kvtune.analysis.locality import LAGS
@@ -20,6 +22,7 @@ from kvtune.analysis.measure import (
 from kvtune.analysis.output import check_out, write_analysis
 from kvtune.analysis.summary import Summary
 from kvtune.analysis.tidy import TidyTable
+from kvtune.devices import choose_device
 from kvtune.errors import InputError
 from kvtune.policies import Policy, get_policy
 from kvtune.policies.plan import Plan, as_plan
@@ -37,6 +40,7 @@ def analyze(
     *,
     out: str | Path | None = None,
     overwrite: bool = False,
+    device: str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -56,6 +60,7 @@ def analyze(
     """
     started = time.perf_counter()
     plan = _plan(policy, settings)
+    place = choose_device(device)
     trace = trace if isinstance(trace, Trace) else open_trace(trace, verify=True)
     chosen = chosen_layers(trace, layers)
     if out is not None:
@@ -66,7 +71,7 @@ def analyze(
         for timeline in timelines:
             below: LayerRanking | None = None
             for number in chosen:
-                below = _measure(timeline, number, plan, below, (summary, tidy))
+                below = _measure(timeline, number, plan, below, (summary, tidy), place)
                 task.advance(note=f"sample {timeline.sample}, layer {number}")
     if not summary.layers:
         raise InputError(
@@ -93,14 +98,17 @@ def _measure(
     plan: Plan,
     below: LayerRanking | None,
     sinks: tuple[Summary, TidyTable],
+    device: torch.device,
 ) -> LayerRanking:
     """Measure one layer of one timeline into ``sinks``; its ranking serves the layer above."""
     layer = timeline.layer(number)
     check_vectors(layer)
+    layer = layer.to(device)
     ranking = measure_attention(layer, timeline.prompt_length, TOP_K, LAGS)
     found = ranking.observations + measure_neighbour(below, ranking, layer)
     if timeline.trace.has_values:
         found += measure_policy(layer, timeline.prompt_length, plan.for_layer(layer.info))
+    found = [seen.cpu() for seen in found]
     if found:
         summary, tidy = sinks
         summary.add(timeline.sample, number, found)

@@ -179,7 +179,7 @@ def evaluate(
     return LayerEvaluation(
         policy=policy,
         layer=layer.info,
-        positions=steps.positions,
+        positions=steps.positions.cpu(),
         **columns.joined(),
         accesses=[join_accesses(parts, prompt_length) for parts in accesses],
         build_seconds=build_seconds,
@@ -311,4 +311,7 @@ class _Columns:
             "scan_bytes",
             "effective_tokens",
         )
-        return {name: torch.cat(self.parts[name]) if name in self.parts else torch.empty(0) for name in names}
+        return {
+            name: torch.cat(self.parts[name]).cpu() if name in self.parts else torch.empty(0)
+            for name in names
+        }

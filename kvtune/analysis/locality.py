@@ -26,7 +26,10 @@ def lag_pairs(turns: Tensor, steps: Tensor, lag: int) -> Pairs:
         (index, row[turn, step + lag]) for (turn, step), index in row.items() if (turn, step + lag) in row
     ]
     earlier, later = zip(*found) if found else ((), ())
-    return torch.tensor(earlier, dtype=torch.long), torch.tensor(later, dtype=torch.long)
+    return (
+        torch.tensor(earlier, dtype=torch.long, device=turns.device),
+        torch.tensor(later, dtype=torch.long, device=turns.device),
+    )
 
 
 def query_cosine(queries: Tensor, pairs: Pairs) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -64,6 +64,10 @@ class Observations:
     values: Tensor
     turns: Tensor
     lag: int | None = None
+
+    def cpu(self) -> Observations:
+        """The same values on the CPU."""
+        return replace(self, values=self.values.cpu(), turns=self.turns.cpu())
 
     @property
     def heads(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from kvtune.analysis.evaluate import LayerEvaluation, LayerTruth, build_index, evaluate, layer_truth
+from kvtune.devices import choose_device
 from kvtune.policies.base import Policy
 from kvtune.traces import Timeline, TimelineLayer, Trace
 
@@ -34,11 +35,14 @@ class Recordings:
     References (full attention) are small and kept for good. Indexes are shared by policies of one name and
     ``build_key``, and kept up to ``INDEXES_PER_LAYER`` and ``INDEX_BYTES``, the layers' vectors up to
     ``VECTOR_BYTES``, least recently used first out. A policy that evicts keeps state in its index: it gets
-    a fresh one each time.
+    a fresh one each time. Everything is computed on ``device``; results come back to the CPU.
     """
 
-    def __init__(self, trace: Trace, samples: Sequence[int], layers: Sequence[int]) -> None:
+    def __init__(
+        self, trace: Trace, samples: Sequence[int], layers: Sequence[int], device: str = "cpu"
+    ) -> None:
         self.trace = trace
+        self.device = choose_device(device)
         self.layers = tuple(layers)
         self.timelines: list[Timeline] = [t for s in samples for t in trace.timelines(s)]
         self._truths: dict[tuple[int, int], LayerTruth] = {}
@@ -55,7 +59,7 @@ class Recordings:
         """The vectors of one layer, kept while there is room."""
         key = (timeline, layer)
         if key not in self._vectors:
-            self._vectors[key] = self.timelines[timeline].layer(layer)
+            self._vectors[key] = self.timelines[timeline].layer(layer).to(self.device)
         self._vectors.move_to_end(key)
         vectors = self._vectors[key]
         held = sum(t.nbytes for t in (vectors.keys, vectors.values, vectors.queries))

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from kvtune.devices import choose_device
 from kvtune.errors import InputError, unknown
 from kvtune.geometry import ITEM_BYTES, ModelGeometry
 from kvtune.models.adapters import decoder_config, device_of, quiet
@@ -146,7 +148,7 @@ def load_model(
     config, resolved = files.resolved(rope if isinstance(rope, Rope) else Rope(rope, length))
     refuse_unserved(_skeleton(config))
     precision = choose_dtype(dtype, place, config)
-    weights = _from_pretrained(
+    weights, report = _from_pretrained(
         AutoModelForCausalLM,
         files.source,
         "weights",
@@ -154,7 +156,11 @@ def load_model(
         dtype=getattr(torch, precision),
         attn_implementation="sdpa",
         use_safetensors=True,
-    ).to(place)
+        output_loading_info=True,
+    )
+    if report["missing_keys"]:
+        raise InputError(f"the weights in {files.source.id} lack '{sorted(report['missing_keys'])[0]}'")
+    weights.to(place)
     own = files.config.get_text_config(decoder=True)
     return adopt(weights, files.tokenizer, files.source.id, own_config=own, rope=resolved)
 
@@ -180,19 +186,6 @@ def adopt(
     return LoadedModel(
         model, tokenizer, geometry, name, fingerprint(model, own_config), template_hash(tokenizer), rope
     )
-
-
-def choose_device(device: str) -> torch.device:
-    """``auto``, or a torch device that exists. Raises ``InputError`` otherwise."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(device)
-        if place.type == "cuda":
-            torch.cuda.get_device_properties(place)
-    except (RuntimeError, AssertionError, ValueError):
-        raise InputError(f"device '{device}' is not available here", "use cpu, cuda or auto") from None
-    return place
 
 
 def choose_dtype(dtype: str, device: torch.device, config: Any) -> str:
@@ -222,7 +215,9 @@ def _from_pretrained(factory: Any, source: Source, what: str, **options: Any) ->
             return factory.from_pretrained(
                 source.where, local_files_only=not source.remote, trust_remote_code=False, **options
             )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise
         if source.remote:
             raise InputError(
                 f"the {what} of '{source.id}' cannot be had: it is not in the local cache and "

@@ -60,6 +60,18 @@ class TimelineLayer:
         """[N] int64: 0…N-1, every token of a timeline has a key."""
         return torch.arange(len(self.timeline))
 
+    def to(self, device: torch.device | str) -> TimelineLayer:
+        """The same layer with its vectors on ``device``, read at once."""
+        if torch.device(device).type == "cpu":
+            return self
+        moved = TimelineLayer(self.timeline, self.layer)
+        vectors = {"keys": self.keys, "key_positions": self.key_positions}
+        if self.timeline.trace.has_values:
+            vectors["values"] = self.values
+        vars(moved).update({name: tensor.to(device) for name, tensor in vectors.items()})
+        vars(moved)["_asked"] = tuple(tensor.to(device) for tensor in self._asked)
+        return moved
+
     @property
     def queries(self) -> Tensor:
         """[T, Hq, d], ascending in position."""

@@ -64,8 +64,10 @@ class Score:
 class Bench(Recordings):
     """Timelines of some samples of a trace, and every outcome of a layer already measured on them."""
 
-    def __init__(self, trace: Trace, samples: Sequence[int], layers: Sequence[int]) -> None:
-        super().__init__(trace, samples, layers)
+    def __init__(
+        self, trace: Trace, samples: Sequence[int], layers: Sequence[int], device: str = "cpu"
+    ) -> None:
+        super().__init__(trace, samples, layers, device)
         self._outcomes: dict[tuple[Any, ...], LayerOutcome] = {}
 
     def score(self, plan: Plan, cache_fraction: float) -> Score:

@@ -59,6 +59,7 @@ def tune(
     held_out: float = 0.34,
     layers: Sequence[int] | None = None,
     per_layer: bool = True,
+    device: str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> TuneResult:
@@ -84,7 +85,7 @@ def tune(
     if policy not in all_policies():
         raise unknown("policy", policy, all_policies())
     chosen_layers = list(trace.layers) if layers is None else list(layers)
-    bench = Bench(trace, search, chosen_layers)
+    bench = Bench(trace, search, chosen_layers, device)
     default = shipped_default(policy)
     listener = progress or silent
     with listener.task("shipped default", None):
@@ -110,7 +111,7 @@ def tune(
     if per_layer:
         candidate, score = _spread(bench, candidate, score, limits, listener)
     with listener.task("held-out check", 2) as task:
-        judge = Bench(trace, rest, chosen_layers)
+        judge = Bench(trace, rest, chosen_layers, device)
         held = judge.score(candidate.plan, candidate.cache_fraction)
         task.advance()
         held_default = judge.score(default.plan, default.cache_fraction)
