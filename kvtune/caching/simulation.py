@@ -204,7 +204,7 @@ def _log_of_trace(
     from kvtune.traces import open_trace
 
     chosen = get_policy(policy, settings) if isinstance(policy, str) else policy
-    trace = open_trace(source) if isinstance(source, str | Path) else source
+    trace = open_trace(source, verify=True) if isinstance(source, str | Path) else source
     wanted = list(trace.layers if layers is None else layers)
     _require_layers(wanted, trace.layers, "trace")
     return access_log(trace, chosen, layers=wanted, progress=progress)

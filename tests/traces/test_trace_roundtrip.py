@@ -371,3 +371,16 @@ def test_a_projection_of_the_wrong_shape(tmp_path):
     writer = TraceWriter(tmp_path / "t", header())
     with pytest.raises(ValueError, match=r"must be \[hidden, 24\] bfloat16"):
         writer.o_proj(0, torch.zeros(5, 23, dtype=torch.bfloat16))
+
+
+def test_a_layer_moves_to_a_device_whole(tmp_path):
+    writer = TraceWriter(tmp_path / "t", header())
+    with writer.sample(0) as sample:
+        write_sample(sample, header(), seed=0)
+    writer.finish()
+    layer = open_trace(tmp_path / "t").timelines(0)[0].layer(2)
+    assert layer.to("cpu") is layer
+    moved = layer.to("meta")
+    for name in ("keys", "values", "key_positions", "queries", "query_positions", "turns", "steps"):
+        assert getattr(moved, name).device.type == "meta", name
+        assert getattr(moved, name).shape == getattr(layer, name).shape, name
