@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 
 import record as recording
 
@@ -35,12 +34,12 @@ def main() -> None:
     wider = Plan(get_policy("wave_index", {"retrieval": 0.03, "estimation": 0.3}))
 
     Bench(trace, samples, trace.layers[:1]).score(default, 0.05)  # compiles what is compiled once
-    cold, same_index, cached = [], [], []
+    runs = []
     for repeat in range(REPEATS):
         bench = Bench(trace, samples, trace.layers)
-        cold.append(seconds(lambda: bench.score(default, 0.05)))
-        same_index.append(seconds(lambda: bench.score(wider, 0.05)))
-        cached.append(seconds(lambda: bench.score(default, 0.06 + repeat / 100)))
+        candidates = ((default, 0.05), (wider, 0.05), (default, 0.06 + repeat / 100))
+        runs.append([seconds(bench, plan, fraction) for plan, fraction in candidates])
+    cold, same_index, cached = zip(*runs)
     about = {
         "layers": len(trace.layers),
         "timelines": len(bench.timelines),
@@ -62,9 +61,9 @@ def main() -> None:
     print(f"wrote {recording.record(rows, 'tuning_trial')}")
 
 
-def seconds(body: Callable[[], object]) -> float:
+def seconds(bench: Bench, plan: Plan, fraction: float) -> float:
     started = time.perf_counter()
-    body()
+    bench.score(plan, fraction)
     return time.perf_counter() - started
 
 
