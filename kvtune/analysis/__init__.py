@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvtune.analysis.analyze import analyze
 from kvtune.analysis.compare import compare
 from kvtune.analysis.evaluate import LayerEvaluation, access_log, evaluate, true_scores
+from kvtune.analysis.sensitivity import sensitivity
 from kvtune.analysis.statistics import bootstrap_interval
 
 __all__ = [
@@ -14,5 +15,6 @@ __all__ = [
     "bootstrap_interval",
     "compare",
     "evaluate",
+    "sensitivity",
     "true_scores",
 ]
