@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvtune.commands.comparison import ComparisonOptions, analyze_comparison
 from kvtune.commands.options import (
     JsonFlag,
     Layers,
@@ -51,6 +52,18 @@ def analyze(
         float | None,
         typer.Option("--max-error", help="With --sensitivity: largest mean error of a plan (default: 0.1)."),
     ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option("--compare", help="Put policies side by side at equal read bytes: NAME,NAME,…"),
+    ] = None,
+    read_bytes: Annotated[
+        float | None,
+        typer.Option("--read-bytes", help="With --compare: bytes per step (default: what wave_index reads)."),
+    ] = None,
+    live: Annotated[
+        int | None,
+        typer.Option("--live", help="With --compare: samples to run on the model, for the KL to full."),
+    ] = None,
     layers: Layers = None,
     out: OutPath = None,
     overwrite: Overwrite = False,
@@ -62,12 +75,23 @@ def analyze(
 
     Writes summary.json, metrics.parquet and report.html to --out (default: TRACE-analysis, beside the trace).
     With --sensitivity: how far each KV precision moves the output of each head, and which heads should stay
-    native; writes sensitivity.json and sensitivity.html there.
+    native; writes sensitivity.json and sensitivity.html there. With --compare: what several policies lose
+    where they read the same bytes (--set POLICY.KEY=VALUE); writes compare.json and compare.html there.
     """
     settings = parse_settings(set_)
     output = Output(json=json, quiet=quiet)
     folder = default_out(trace) if out is None else out
     options = SensitivityOptions(precisions, native_share, target_drop, max_error)
+    comparison = ComparisonOptions(read_bytes, live)
+    if sensitivity and compare is not None:
+        raise InputError("--sensitivity and --compare exclude each other")
+    if compare is not None:
+        options.refuse()
+        if policy is not None:
+            raise InputError("--compare names its policies itself: leave out --policy")
+        analyze_comparison(trace, compare, settings, comparison, layers, folder, overwrite, seed, output)
+        return
+    comparison.refuse()
     if sensitivity:
         if policy is not None or settings:
             raise InputError("--sensitivity measures full attention: leave out --policy and --set")

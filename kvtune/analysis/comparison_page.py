@@ -65,7 +65,7 @@ def findings(document: Document) -> list[str]:
         )
     equal = [row for row in document["policies"] if row["matched"] and not row["reference"]]
     if equal:
-        ranking = ", ".join(f"{row['name']} {number(row['output_error']['mean'])}" for row in equal)
+        ranking = ", ".join(f"{_named(row)} {number(row['output_error']['mean'])}" for row in equal)
         found.append(f"Mean output error of those at the target, best first: {ranking}.")
     found += [
         f"{row['name']} is not at the target: {row['note']}."
@@ -73,6 +73,11 @@ def findings(document: Document) -> list[str]:
         if not row["matched"] and not row["reference"]
     ]
     return found + [f"{row['name']} was left out: {row['reason']}." for row in document["left_out"]]
+
+
+def _named(row: Document) -> str:
+    """A policy's name and budget, like ``quest (token_budget=96)``."""
+    return f"{row['name']} ({setting(row)})" if setting(row) else row["name"]
 
 
 def setting(row: Document) -> str:

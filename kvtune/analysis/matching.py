@@ -152,14 +152,16 @@ class _Search:
             return Match(with_budget(self.policy, found), self.tried[found], True)
         ends = self._ends()
         if ends is not None:
-            more = (
-                f"the next {self.knob}, {ends[1]:g}, reads {self.tried[ends[1]] / self.target - 1:.0%} more"
-            )
-            value, note = ends[0], more
+            value, note = ends[0], f"{self._told(ends[0])}, {self._told(ends[1])}"
         elif min(self.tried.values()) > self.target:
             value = min(self.tried)
-            note = f"it can't read less: {self.tried[value] / self.target - 1:.0%} above the target"
+            note = f"{self._told(value)}, and it can't read less"
         else:
             value = max(self.tried, key=lambda tried: (self.tried[tried], -tried))
-            note = f"it can't read more: {1 - self.tried[value] / self.target:.0%} below the target"
+            note = f"{self._told(value)}, and it can't read more"
         return Match(with_budget(self.policy, value), self.tried[value], False, note)
+
+    def _told(self, value: Value) -> str:
+        """How far from the target a budget is, in words."""
+        off = self.tried[value] / self.target - 1
+        return f"{self.knob}={value:,.6g} reads {abs(off):.0%} {'more' if off > 0 else 'less'}"

@@ -58,14 +58,20 @@ def test_a_coarse_method_takes_the_most_that_reads_no_more(target, block):
 def test_a_floor_above_the_target_is_said():
     found = match_budget(TOKENS, 1000.0, stepwise(1, floor=1900.0), LONGEST)
     assert not found.matched and found.policy.tokens == 1
-    assert found.note == "it can't read less: 100% above the target"
+    assert found.note == "tokens=1 reads 100% more, and it can't read less"
 
 
 def test_a_ceiling_below_the_target_is_said_and_the_smallest_such_budget_taken():
     found = match_budget(TOKENS, 1e6, stepwise(1, ceiling=5e5), LONGEST)
     assert not found.matched and found.read_bytes == 5e5
-    assert found.note == "it can't read more: 50% below the target"
+    assert found.note.endswith("reads 50% less, and it can't read more")
     assert 5000 <= found.policy.tokens < LONGEST
+
+
+def test_both_neighbours_of_the_target_are_named():
+    found = match_budget(TOKENS, 100_000.0, stepwise(800), LONGEST)
+    assert found.policy.tokens == 800
+    assert found.note == "tokens=800 reads 20% less, tokens=801 reads 60% more"
 
 
 def test_nothing_to_set():
