@@ -89,7 +89,7 @@ def capture(
     workload = PromptFile(prompts) if prompts else get_workload(task or "niah_single")
     opened = open_model(model, output.progress)
     geometry = opened.geometry("float32")
-    with kept(lambda: f"complete samples are kept in '{folder}': continue with --resume"):
+    with kept(lambda: _what_stays(folder)):
         document = kvtune.capture(
             opened,
             workload,
@@ -117,6 +117,12 @@ def capture(
         )
     output.result(document, lambda shown: _human(shown, document))
     output.closing(folder, f"kvtune analyze {shlex.quote(str(folder))}")
+
+
+def _what_stays(folder: Path) -> str:
+    if not folder.exists():
+        return "nothing was written"
+    return f"complete samples are kept in '{folder}': continue with --resume"
 
 
 def _prompt_queries(text: str) -> int | None:

@@ -113,10 +113,10 @@ def crop(cache: DynamicCache, length: int) -> None:
         cache.crop(-surplus)
 
 
-def attention_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """The attention module of each layer, by layer index (layers of another kind are absent)."""
+def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The decoder's attention module of each layer, by layer index (layers of another kind are absent)."""
     found: dict[int, nn.Module] = {}
-    for module in model.modules():
+    for module in model.get_decoder().modules():
         index = getattr(module, "layer_idx", None)
         if isinstance(index, int) and "Attention" in type(module).__name__:
             found.setdefault(index, module)

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from kvtune.errors import InputError, KvtuneError
+from kvtune.errors import InputError, KvtuneError, RunError
 from kvtune.models.adapters import quiet
 from kvtune.models.fingerprint import file_digest
 from kvtune.progress import Progress, silent
@@ -163,10 +165,14 @@ def _tokenizer(gguf: Path, splitting: str) -> Any:
 
 
 def _write(folder: Path, config: Any, state: dict[str, torch.Tensor]) -> None:
-    from safetensors.torch import save_file
-
     tensors = {name: tensor.contiguous() for name, tensor in state.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise RunError(
+            f"the converted model could not be written to '{folder.parent}': {error}",
+            "free some space, or set KVTUNE_CACHE to a folder on another disk",
+        ) from error
     config.save_pretrained(folder)
 
 

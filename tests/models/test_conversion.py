@@ -9,9 +9,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvtune.errors import InputError
+from kvtune.errors import InputError, RunError
 from kvtune.models import conversion, find_model, load_model, load_tokenizer
 from kvtune.models.conversion import cache_folder, convert, converted_folder, is_converted
 
@@ -153,6 +154,19 @@ def test_an_interrupted_conversion_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         convert(tmp_path / "toy.gguf")
     assert not converted_folder(tmp_path / "toy.gguf").exists()
+    assert list((own_cache / "models").iterdir()) == []
+
+
+def test_a_full_disk_is_one_sentence(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    write_gguf(tmp_path / "toy.gguf")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(conversion, "save_file", full)
+    with pytest.raises(RunError, match="No space left") as error:
+        convert(tmp_path / "toy.gguf")
+    assert "KVTUNE_CACHE" in (error.value.hint or "")
     assert list((own_cache / "models").iterdir()) == []
 
 

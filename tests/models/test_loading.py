@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tiny_models import EOS, tiny_model, tiny_tokenizer
 from transformers import T5Config
 
@@ -113,6 +114,38 @@ def test_a_folder_without_weights(folder: Path, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(InputError, match=r"weights in .* cannot be loaded"):
         load_model(str(tmp_path))
+
+
+def test_weights_that_lack_a_tensor(folder: Path, tmp_path: Path):
+    """transformers would fill it with random numbers and only warn."""
+    state = tiny_model("llama").state_dict()
+    del state["model.layers.1.mlp.up_proj.weight"]
+    incomplete(folder, tmp_path, state)
+    with pytest.raises(InputError, match=r"lack 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load_model(str(tmp_path))
+
+
+def test_weights_of_another_shape(folder: Path, tmp_path: Path):
+    state = tiny_model("llama").state_dict()
+    state["model.layers.1.mlp.up_proj.weight"] = torch.zeros(3, 3)
+    incomplete(folder, tmp_path, state)
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def test_truncated_weights(folder: Path, tmp_path: Path):
+    incomplete(folder, tmp_path, tiny_model("llama").state_dict())
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_model(str(tmp_path))
+
+
+def incomplete(folder: Path, target: Path, state: dict[str, torch.Tensor]) -> None:
+    """A model folder with the weights ``state``."""
+    tiny_tokenizer().save_pretrained(target)
+    (target / "config.json").write_bytes((folder / "config.json").read_bytes())
+    save_file(state, target / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_pickled_weights_are_not_read(folder: Path, tmp_path: Path):

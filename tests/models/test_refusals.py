@@ -12,6 +12,7 @@ from tiny_models import CONFIGS, WINDOW, tiny_model
 from transformers import AutoModelForCausalLM
 
 from kvtune.errors import InputError
+from kvtune.models import adopt
 from kvtune.models.adapters import decoder_config
 from kvtune.models.geometry import read_geometry, refuse_unserved
 from kvtune.models.probe import confirm
@@ -61,6 +62,17 @@ def test_geometry_is_read_and_confirmed(family: str):
     assert found == EXPECTED[family]
     refuse_unserved(model)
     assert confirm(model, promised) == promised
+
+
+def test_the_text_decoder_of_a_multimodal_model_is_served():
+    """Its vision tower has attention of its own, which is not the decoder's."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4}
+    text = {**sizes, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 64}
+    vision = {**sizes, "num_hidden_layers": 3, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, image_token_index=60)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    loaded = adopt(model, None, "multimodal")
+    assert (loaded.geometry.n_layers, loaded.geometry.n_kv_heads, loaded.geometry.head_dim) == (2, 2, 8)
 
 
 def test_a_window_that_is_not_promised_is_noticed():
