@@ -24,8 +24,9 @@ class TracedRuns:
     def __init__(self, trace: Trace, count: int, seed: int = 0, progress: Progress | None = None) -> None:
         if not 1 <= count <= trace.n_samples:
             raise InputError(f"--live must lie in 1…{trace.n_samples}, the samples of the trace, not {count}")
-        rope = Rope(**trace.manifest["rope"]) if "rope" in trace.manifest else None
-        self.loaded = load_model(trace.model, rope=rope, progress=progress)
+        rope = trace.manifest.get("rope") or {}
+        wanted = Rope(rope.get("override"), rope.get("length"))
+        self.loaded = load_model(trace.model, rope=wanted, progress=progress)
         if self.loaded.fingerprint != trace.fingerprint:
             raise InputError(
                 f"the trace is of another '{trace.model}' than the model found under that name",
