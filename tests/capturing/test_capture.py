@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections import namedtuple
 from contextlib import contextmanager
 from dataclasses import replace
@@ -228,6 +232,36 @@ def test_killed_and_resumed_gives_the_same_bytes(
     resumed = capture(llama, workload, tmp_path / "part", decode=5, o_proj=True, resume=True)
     assert digests(tmp_path / "part") == digests(tmp_path / "whole")
     assert {**resumed, "trace": "", "seconds": 0} == {**whole, "trace": "", "seconds": 0}
+
+
+_SUICIDE = """
+import os, signal, sys
+from tiny_models import tiny_loaded, toy_workload
+from kvtune.capturing import Session, capture
+from kvtune.traces import SampleWriter
+
+write = SampleWriter.keys_values
+def dying(writer, layer, *rest):
+    write(writer, layer, *rest)
+    if writer.index == 1 and layer == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+SampleWriter.keys_values = dying
+capture(tiny_loaded("llama"), toy_workload(samples=3, requests=1), sys.argv[1], decode=5)
+"""
+
+
+def test_a_process_killed_while_writing_resumes_to_the_same_bytes(llama, tmp_path: Path):
+    """SIGKILL: no cleanup of any kind runs."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", _SUICIDE, str(tmp_path / "part")], env=environment, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+    workload = toy_workload(samples=3, requests=1)
+    capture(llama, workload, tmp_path / "part", decode=5, resume=True)
+    capture(llama, workload, tmp_path / "whole", decode=5)
+    assert digests(tmp_path / "part") == digests(tmp_path / "whole")
 
 
 def test_resume_skips_what_is_there(llama, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
