@@ -69,7 +69,7 @@ class FaissIndex:
         """
         faiss = load_faiss()
         rows = as_rows(keys, "key")
-        spec = spec.fitted(*rows.shape)
+        spec = spec.fitted(len(rows), rows.shape[1])
         made = cls(_empty(faiss, spec, rows.shape[1], seed), spec, item_bytes or keys.element_size())
         made._place(torch.device(device))
         if spec.kind == "ivf" and len(rows) < _ADVISED_PER_LIST * spec.parameters["nlist"]:
