@@ -20,6 +20,7 @@ from kvtune.errors import unknown
 COMMANDS = (
     "capture",
     "analyze",
+    "index",
     "simulate",
     "live",
     "tune",
