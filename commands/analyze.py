@@ -54,7 +54,7 @@ def analyze(
     ] = None,
     compare: Annotated[
         str | None,
-        typer.Option("--compare", help="Put policies side by side at equal read bytes: NAME,NAME,…"),
+        typer.Option("--compare", help="Put policies side by side at equal read bytes: NAME,NAME."),
     ] = None,
     read_bytes: Annotated[
         float | None,

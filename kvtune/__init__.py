@@ -11,11 +11,12 @@ _PUBLIC = {
     "open_trace": "kvtune.traces",
     "capture": "kvtune.capturing",
     "analyze": "kvtune.analysis",
+    "compare": "kvtune.analysis",
     "simulate": "kvtune.caching",
     "live": "kvtune.runtime",
     "tune": "kvtune.tuning",
 }
-__all__ = ["__version__", "analyze", "capture", "live", "open_trace", "simulate", "tune"]
+__all__ = ["__version__", "analyze", "capture", "compare", "live", "open_trace", "simulate", "tune"]
 
 
 def __getattr__(name: str) -> Any:

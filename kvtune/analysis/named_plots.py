@@ -53,7 +53,8 @@ def scatter_chart(
         f"{escape(y_label)}</text>"
     )
     places = [(x_axis.at(p.x), y_axis.at(p.y)) for p in points]
-    for point, (x, y), label_y in zip(points, places, _label_heights([p.label for p in points], places)):
+    heights = _label_heights([p.label for p in points], places)
+    for point, (x, y), label_y in zip(points, places, heights):
         title = f"{point.label}: {show_x(point.x)}, {show_y(point.y)}"
         drawn.append(
             f'<g><title>{escape(title)}</title><circle class="hit" cx="{x}" cy="{y}" r="9"/>'
@@ -63,7 +64,7 @@ def scatter_chart(
         drawn.append(
             _text(x + (9 if right else -9), label_y + 4, point.label, "tick", "start" if right else "end")
         )
-    return _svg(drawn, HEIGHT, f"{y_label} against {x_label}")
+    return _svg(drawn, HEIGHT, f"{y_label} against {x_label}", top=min(0.0, *heights, TOP) - 4)
 
 
 def _x_axis(values: Sequence[float]) -> tuple[Axis, list[float]]:
@@ -150,6 +151,8 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _svg(drawn: Sequence[str], height: float, label: str) -> str:
-    head = f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(label)}">'
+def _svg(drawn: Sequence[str], height: float, label: str, top: float = 0.0) -> str:
+    """The drawing from ``top`` (below 0 where labels were raised that far) to ``height``."""
+    box = f"0 {top:.0f} {WIDTH} {height - top:.0f}"
+    head = f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">'
     return head + "".join(drawn) + "</svg>"

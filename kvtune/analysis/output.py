@@ -18,8 +18,6 @@ from kvtune.errors import InputError, RunError
 
 SUMMARY, METRICS_TABLE, REPORT = "summary.json", "metrics.parquet", "report.html"
 
-Content = str | Callable[[Path], object]
-
 
 def check_out(folder: Path, overwrite: bool) -> None:
     """Refuse an output folder that exists and holds anything, unless ``overwrite``; ``InputError``."""
