@@ -251,7 +251,7 @@ def _outcome(
         queries, positions = steps.queries[at], steps.positions[at]
         chosen = selection.steps(part)
         zones = [exact_zone(queries, positions, layer.keys, layer.values, chosen, layer.info)]
-        exact_lse = torch.logsumexp(zones[0].logits, -1)
+        exact_lse = torch.logsumexp(_unweighted(zones[0].logits, selection, part), -1)
         if isinstance(held, QuantisedLayer):
             zones = [held.exact_zone(zones[0], queries, positions, chosen)]
         if selection.estimated is not None and selection.clusters is not None:
@@ -260,6 +260,14 @@ def _outcome(
         outputs.append(merge_zones(zones, layer.info)[0])
         masses.append(torch.exp(exact_lse - truth.lse[at]).clamp(max=1.0))
     return torch.cat(outputs), torch.cat(masses)
+
+
+def _unweighted(logits: Tensor, selection: Selection, part: slice) -> Tensor:
+    """Logits without importance weights: a token is covered or it is not (-inf where it is not)."""
+    if selection.log_weights is None:
+        return logits
+    weights = selection.log_weights[part]
+    return torch.where(weights == -math.inf, -math.inf, logits - weights)
 
 
 def _relative_error(output: Tensor, exact: Tensor) -> Tensor:

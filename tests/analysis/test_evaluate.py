@@ -136,3 +136,21 @@ def test_joined_accesses_are_those_of_all_steps_at_once(timeline):
     for name in ("offsets", "blocks", "pages", "tokens", "truncated"):
         assert np.array_equal(getattr(joined, name), getattr(whole, name)), name
     assert not math.isnan(joined.context_tokens)
+
+
+def test_mass_is_probability_covered_whatever_the_importance_weights(timeline):
+    """MagicPIG's weights re-normalise the output; the mass stays the softmax share of the tokens used."""
+    layer = timeline.layer(1)
+    policy = get_policy("magicpig", {"local": 4, "bits": 3, "tables": 20})
+    result = evaluate(policy, layer, timeline.prompt_length)
+    index, steps = build_index(policy, layer, timeline.prompt_length), decode_queries(layer)
+    selection = policy.select(index, steps.queries, steps.positions)
+    for t, position in enumerate(steps.positions.tolist()):
+        logits = (
+            layer.keys[1, : position + 1].double() @ steps.queries[t, 1, 0].double()
+        ) * layer.info.scaling
+        used = selection.log_weights[t, 1, 0] > -math.inf
+        tokens = [p for p, u in zip(selection.positions[t, 1].tolist(), used.tolist()) if u and p >= 0]
+        assert math.isclose(
+            float(result.mass[t, 2]), float(torch.softmax(logits, 0)[tokens].sum()), abs_tol=1e-5
+        )
