@@ -64,7 +64,7 @@ def scatter_chart(
         drawn.append(
             _text(x + (9 if right else -9), label_y + 4, point.label, "tick", "start" if right else "end")
         )
-    return _svg(drawn, HEIGHT, f"{y_label} against {x_label}", top=min(0.0, *heights, TOP) - 4)
+    return _svg(drawn, HEIGHT, f"{y_label} against {x_label}", top=math.floor(min(4.0, *heights)) - 5)
 
 
 def _x_axis(values: Sequence[float]) -> tuple[Axis, list[float]]:
@@ -151,8 +151,8 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
-def _svg(drawn: Sequence[str], height: float, label: str, top: float = 0.0) -> str:
+def _svg(drawn: Sequence[str], height: float, label: str, top: int = 0) -> str:
     """The drawing from ``top`` (below 0 where labels were raised that far) to ``height``."""
-    box = f"0 {top:.0f} {WIDTH} {height - top:.0f}"
+    box = f"0 {top} {WIDTH} {height - top:.0f}"
     head = f'<svg viewBox="{box}" role="img" aria-label="{escape(label)}">'
     return head + "".join(drawn) + "</svg>"
