@@ -19,6 +19,7 @@ from kvtune.traces.files import VectorWriter
 from kvtune.traces.schema import (
     DTYPES,
     KINDS,
+    QUERY_GROUP_BYTES,
     ROW_GROUP_BYTES,
     SampleRecord,
     Segment,
@@ -211,7 +212,7 @@ class SampleWriter:
 
     def _buffer(self, pending: _Pending, turn: int, at: Tensor, step: Tensor, queries: Tensor) -> None:
         """Queue queries and write each row group that fills: groups do not depend on how calls were cut."""
-        per_group = max(1, ROW_GROUP_BYTES // (queries.shape[1] * queries.shape[2] * self._dtype.itemsize))
+        per_group = max(1, QUERY_GROUP_BYTES // (queries.shape[1] * queries.shape[2] * self._dtype.itemsize))
         a = 0
         while a < len(at):
             b = min(len(at), a + per_group - pending.count)

@@ -20,6 +20,8 @@ MANIFEST = "manifest.json"
 SAMPLES, SEGMENTS, TOKENS = "samples.parquet", "segments.parquet", "tokens.parquet"
 ROW_GROUP_BYTES = 64 << 20
 """A segment × kv_head above this many bytes of vectors is split over several row groups."""
+QUERY_GROUP_BYTES = 1 << 20
+"""Queries wait in memory, of all layers at once, until they fill a row group of this size."""
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 KINDS = ("context", "question", "generated", "fed_back")

@@ -187,6 +187,7 @@ def test_row_groups_are_segment_by_head(tmp_path):
 def test_large_groups_are_split_and_joined_again(tmp_path, monkeypatch):
     whole = write_trace(tmp_path / "whole")
     monkeypatch.setattr(sample_writer, "ROW_GROUP_BYTES", 3 * (8 + 6) * 2)
+    monkeypatch.setattr(sample_writer, "QUERY_GROUP_BYTES", 3 * 8 * 2)
     write_trace(tmp_path / "split")
     file = pq.ParquetFile(tmp_path / "split/kv/sample=0/layer=0.parquet")
     assert max(file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)) == 3
@@ -230,7 +231,7 @@ def test_memory_for_large_reads():
 
 def test_queries_may_come_in_any_number_of_calls(tmp_path, monkeypatch):
     """Row groups of five positions, however the calls are cut; the caller may reuse its memory at once."""
-    monkeypatch.setattr(sample_writer, "ROW_GROUP_BYTES", 5 * 4 * 8 * 2)
+    monkeypatch.setattr(sample_writer, "QUERY_GROUP_BYTES", 5 * 4 * 8 * 2)
     queries = random_vectors(12, 4, 8, seed=1)
 
     def write(path, cuts):
