@@ -2,9 +2,10 @@
 
 Usage: python benchmarks/capture_overhead.py [--model smollm2-135m] [--context 4096] [--decode 64]
 
-Three runs of the same session are timed, turn about: plain (no hook), recorded (hook, cached keys and values
-read out, nothing written) and written (a real trace). Flushing is what writing adds to recording, held
-against a raw write of the same bytes. Peak memory is that of processes of their own.
+Two runs of the same session are timed, turn about: plain (no hook) and recorded (hook, cached keys and values
+read out and checked, nothing written). On a CPU with one thread their times are processor time, which other
+processes on the machine do not disturb. Flushing writes what a run recorded once more, held against a raw
+write of the same bytes (both by the clock). Peak memory is that of processes of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -29,31 +30,40 @@ from kvtune.capturing import QueryHook, Session, capture
 from kvtune.capturing.options import CaptureOptions
 from kvtune.capturing.recording import SampleRecorder
 from kvtune.models import LoadedModel, attention_through, load_model
+from kvtune.traces import TraceWriter
 from kvtune.workloads import Sample, Workload, get_workload
 
 _CLEAR = Path("/proc/self/clear_refs")
 
 
-class Discarding:
-    """A sample writer that drops everything, having copied queries as the real one does."""
+class Stand:
+    """A sample writer that writes nothing: it copies queries as the real one does, and may keep them."""
 
     index = 0
 
-    def __init__(self) -> None:
+    def __init__(self, keep: bool) -> None:
+        self._keep = keep
         self._segments = 0
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
-    def segment(self, **_: Any) -> int:
+    def segment(self, **what: Any) -> int:
+        self._note("segment", **what)
         self._segments += 1
         return self._segments - 1
 
     def queries(self, layer: int, segment: int, positions: Any, steps: Any, turn: int, queries: Any) -> None:
-        queries.to("cpu", copy=True)
+        copy = queries.to("cpu", copy=True)
+        self._note("queries", layer, segment, positions, steps, turn, copy)
 
-    def keys_values(self, *_: Any) -> None:
-        pass
+    def keys_values(self, *what: Any) -> None:
+        self._note("keys_values", *what)
 
-    def record(self, *_: Any) -> None:
-        pass
+    def record(self, *what: Any) -> None:
+        self._note("record", *what)
+
+    def _note(self, call: str, *what: Any, **named: Any) -> None:
+        if self._keep:
+            self.calls.append((call, what, named))
 
 
 class One(Workload):
@@ -78,15 +88,35 @@ def plain(loaded: LoadedModel, sample: Sample, decode: int) -> None:
     _wait(loaded)
 
 
-def recorded(loaded: LoadedModel, sample: Sample, decode: int) -> None:
+def recorded(loaded: LoadedModel, sample: Sample, decode: int, keep: bool = False) -> Stand:
     """Everything a capture does, short of writing."""
     choice = CaptureOptions(decode=decode).choice(loaded.geometry)
     geometry = loaded.geometry
     hook = QueryHook(choice.layers, choice.kv_heads, geometry.n_kv_heads, geometry.group)
-    writer: Any = Discarding()
+    writer: Any = Stand(keep)
     with attention_through(loaded.model, hook):
         SampleRecorder(Session(loaded), hook, writer, choice, One(sample)).run(sample)
     _wait(loaded)
+    return writer
+
+
+def flush(loaded: LoadedModel, stand: Stand, folder: Path) -> None:
+    """Write what ``stand`` kept as a trace."""
+    geometry = loaded.geometry
+    header = {
+        "model": loaded.id,
+        "fingerprint": loaded.fingerprint,
+        "geometry": geometry.to_dict(),
+        "dtype": geometry.dtype,
+        "layers": list(range(geometry.n_layers)),
+        "kv_heads": list(range(geometry.n_kv_heads)),
+        "values": True,
+    }
+    writer = TraceWriter(folder, header, overwrite=folder.exists())
+    with writer.sample(0) as sample:
+        for call, what, named in stand.calls:
+            getattr(sample, call)(*what, **named)
+    writer.finish()
 
 
 def written(loaded: LoadedModel, sample: Sample, decode: int, folder: Path) -> int:
@@ -105,14 +135,16 @@ def raw_write(size: int, folder: Path) -> None:
     (folder / "raw").unlink()
 
 
-def turn_about(bodies: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+def turn_about(
+    bodies: Sequence[Callable[[], object]], repeats: int, clock: Callable[[], float]
+) -> list[float]:
     """The shortest time of each body, run in turns so that a busy moment hits them alike."""
     best = [float("inf")] * len(bodies)
     for _ in range(repeats):
         for index, body in enumerate(bodies):
-            start = perf_counter()
+            start = clock()
             body()
-            best[index] = min(best[index], perf_counter() - start)
+            best[index] = min(best[index], clock() - start)
     return best
 
 
@@ -174,19 +206,20 @@ def main() -> None:
     if options.peak:
         measure_peak(options)
         return
+    torch.set_num_threads(1)
     loaded, sample = make(options)
+    clock = process_time if loaded.device.type == "cpu" else perf_counter
     folder = Path(tempfile.mkdtemp(dir=options.out))
     try:
         size = written(loaded, sample, options.decode, folder / "t")
-        times = turn_about(
-            [
-                lambda: plain(loaded, sample, options.decode),
-                lambda: recorded(loaded, sample, options.decode),
-                lambda: written(loaded, sample, options.decode, folder / "t"),
-                lambda: raw_write(size, folder),
-            ],
-            options.repeats,
-        )
+        runs = [
+            lambda: plain(loaded, sample, options.decode),
+            lambda: recorded(loaded, sample, options.decode),
+        ]
+        times = turn_about(runs, options.repeats, clock)
+        stand = recorded(loaded, sample, options.decode, keep=True)
+        writes = [lambda: flush(loaded, stand, folder / "t"), lambda: raw_write(size, folder)]
+        times += turn_about(writes, 2 * options.repeats, perf_counter)
     finally:
         shutil.rmtree(folder)
     rows = _rows(times, size, loaded, sample, options)
@@ -197,8 +230,7 @@ def main() -> None:
 def _rows(
     times: list[float], size: int, loaded: LoadedModel, sample: Sample, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    plain_s, recorded_s, written_s, raw_s = times
-    flush_s = max(written_s - recorded_s, 0.0)
+    plain_s, recorded_s, flush_s, raw_s = times
     geometry = loaded.geometry
     length = len(sample.context_ids) + len(sample.requests[0].turns[0].question_ids) + options.decode
     one_layer = length * geometry.kv_bytes_per_token // geometry.n_layers
