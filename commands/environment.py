@@ -11,7 +11,8 @@ import warnings
 
 from kvtune.commands.errors import debugging
 
-_ASCII = {
+# How every character beyond ASCII that kvtune itself writes is spelled where the encoding lacks it.
+ASCII = {
     "→": "->",
     "←": "<-",
     "×": "x",
@@ -26,6 +27,7 @@ _ASCII = {
     "≈": "~",
     "±": "+-",
     "‖": "|",
+    "√": "sqrt ",
     "✓": "ok",
     "✗": "x",
 }
@@ -54,4 +56,4 @@ def _spell_out(error: UnicodeError) -> tuple[str, int]:
     if not isinstance(error, UnicodeEncodeError):
         raise error
     missing = error.object[error.start : error.end]
-    return "".join(_ASCII.get(character, "?") for character in missing), error.end
+    return "".join(ASCII.get(character, "?") for character in missing), error.end

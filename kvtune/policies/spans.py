@@ -36,7 +36,6 @@ def parse_spans(text: str) -> tuple[tuple[int, int], ...]:
 
 def span_positions(spans: tuple[tuple[int, int], ...], start: int, stop: int, device: torch.device) -> Tensor:
     """The positions of ``spans`` that lie in start…stop-1, ascending, [P] int64."""
-    inside = [
-        torch.arange(max(a, start), min(b, stop), device=device) for a, b in spans if a < stop and b > start
-    ]
+    cut = ((max(a, start), min(b, stop)) for a, b in spans)
+    inside = [torch.arange(a, b, device=device) for a, b in cut if a < b]
     return torch.cat(inside) if inside else torch.zeros(0, dtype=torch.int64, device=device)

@@ -29,6 +29,7 @@ class Ran:
 def environment() -> Callable[[Mapping[str, str]], dict[str, str]]:
     """``environment({…})``: this process's environment without what steers the output, plus changes."""
     steering = ("KVTUNE_DEBUG", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM")
+    steering += ("TQDM_DISABLE", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
     inherited = {key: value for key, value in os.environ.items() if key not in steering}
     return lambda changes: inherited | dict(changes)
 

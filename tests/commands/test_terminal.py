@@ -8,8 +8,12 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from kvtune.commands import errors
+from kvtune.commands.environment import ASCII
 
 BARS = """
 from kvtune.commands.output import Output
@@ -103,6 +107,12 @@ output.note("±1")
     assert ran.exit_code == 0 and ran.err == note + "\n"
     assert ran.out.splitlines()[0] == line
     assert ("─" in ran.out) is (encoding == "utf-8") and "?--" not in ran.out
+
+
+def test_whatever_a_command_writes_can_be_spelled_in_ascii():
+    for path in Path(errors.__file__).parent.glob("*.py"):
+        beyond = {character for character in path.read_text(encoding="utf-8") if not character.isascii()}
+        assert beyond <= set(ASCII), path.name
 
 
 def test_json_survives_an_ascii_pipe(shell):
