@@ -17,7 +17,9 @@ from kvtune.policies.plan import Plan
 from kvtune.progress import Progress, silent
 from kvtune.tuning.bench import Bench
 
-RETRIEVAL_STEPS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0, 5.66, 8.0, 16.0)
+RETRIEVAL_STEPS = (0.35, 0.7, 1.0, 1.4, 2.8, 5.6)
+BUDGET_STEPS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0, 8.0)
+CLUSTER_TOKENS = (8, 16, 32, 64)
 UNITS = 10_000
 TAIL_WEIGHT = 1.0
 """Weight of the mean squared error beside the mean error: the tail counts, not only the average."""
@@ -33,21 +35,27 @@ class Rung:
 
 
 def ladder(plan: Plan) -> list[dict[str, Any]]:
-    """Settings to try in each layer: multiples of the plan's budget, with several estimation shares."""
+    """Settings to try in each layer: multiples of the plan's budget.
+
+    For the wave index also how the bytes are split: cluster size (few large clusters are cheap to scan, many
+    small ones precise) and the share estimated (none, the plan's, all the rest).
+    """
     policy = plan.policy
-    if policy.name != "wave_index":
-        name = policy.budget
-        if name is None:
-            return [{}]
-        base = policy.parameters()[name]
-        return [{name: type(base)(max(base * step, 1)) for name in [name]} for step in RETRIEVAL_STEPS]
     parameters = policy.parameters()
-    rungs = []
-    for step in RETRIEVAL_STEPS:
-        retrieval = round(min(parameters["retrieval"] * step, 1.0), 6)
-        for estimation in (0.0, parameters["estimation"], 1.0):
-            estimation = round(min(estimation, 1.0 - retrieval), 6)
-            rungs.append({"retrieval": retrieval, "estimation": estimation})
+    if policy.name != "wave_index":
+        if policy.budget is None:
+            return [{}]
+        base = parameters[policy.budget]
+        return [{policy.budget: type(base)(max(base * step, 1))} for step in BUDGET_STEPS]
+    rungs: list[dict[str, Any]] = []
+    for tokens in sorted({*CLUSTER_TOKENS, parameters["tokens_per_centroid"]}):
+        for step in RETRIEVAL_STEPS:
+            retrieval = round(min(parameters["retrieval"] * step, 1.0), 6)
+            for estimation in sorted({0.0, parameters["estimation"], 1.0}):
+                estimation = round(min(estimation, 1.0 - retrieval), 6)
+                rungs.append(
+                    {"tokens_per_centroid": tokens, "retrieval": retrieval, "estimation": estimation}
+                )
     return [dict(pairs) for pairs in sorted({tuple(r.items()) for r in rungs})]
 
 

@@ -48,7 +48,7 @@ def suggest(trial: Any, policy: str, geometry: ModelGeometry, context_length: in
 
 
 def starting_points(policy: str) -> list[dict[str, Any]]:
-    """Trials worth running first: the shipped defaults, and finer clusters at about the same bytes."""
+    """Trials worth running first: the shipped defaults, and other splits of about the same bytes."""
     base = {"first_dense_layers": 0, "cache_fraction": DEFAULT_CACHE}
     if policy != "wave_index":
         return [base]
@@ -56,4 +56,6 @@ def starting_points(policy: str) -> list[dict[str, Any]]:
     searched = ("retrieval", "estimation", "tokens_per_centroid", "segment", "sink", "local")
     shipped = {**base, **{name: default[name] for name in searched}}
     finer = {**shipped, "tokens_per_centroid": 8, "retrieval": 0.012, "estimation": 0.1}
-    return [shipped, finer]
+    coarser = {**shipped, "tokens_per_centroid": 32, "retrieval": 0.03, "estimation": 0.6, "local": 32}
+    narrower = {**shipped, "retrieval": 0.03, "local": 16}
+    return [shipped, finer, coarser, narrower]
