@@ -39,38 +39,40 @@ def main() -> None:
     if out := os.environ.get("OUT"):
         recording.RESULTS = Path(out)
     rows: list[dict[str, Any]] = []
-    documents: dict[str, Any] = {}
+    documents: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for task in options.tasks.split(","):
-            found = run_task(task, options, Path(folder))
-            documents[task] = found
-            rows += task_rows(task, found, options)
-    recording.RESULTS.mkdir(exist_ok=True)
-    (recording.RESULTS / f"{options.name}_documents.json").write_text(json.dumps(documents, indent=1))
+            documents[task] = {}
+            for step, arguments in steps(task, options, Path(folder)):
+                documents[task][step] = kvtune(*arguments)
+                keep(documents, options.name)
+            rows += task_rows(task, documents[task], options)
     path = recording.record(rows, options.name)
     print(recording.table(rows))
     print(f"wrote {path}")
 
 
-def run_task(task: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Capture, analyze, simulate, tune and two live runs of one task."""
-    trace, study = folder / f"{task}.trace", folder / f"{task}.study"
-    workload = ["--task", task, "--context", str(options.context)]
-    decode = ["--decode", str(options.decode)]
-    found = {
-        "capture": kvtune(
-            "capture", options.model, *workload, *decode, "--samples", str(options.samples),
-            "--prompt-queries", "64", "--out", str(trace),
-        ),
-        "analyze": kvtune("analyze", str(trace), "--out", str(folder / f"{task}.analysis")),
-        "simulate": kvtune("simulate", str(trace), "--budgets", "0.01,0.02,0.05,0.1,0.15,0.2"),
-        "tune": kvtune("tune", str(trace), "--trials", str(options.trials), "--out", str(study)),
-    }  # fmt: skip
-    fresh = [*workload, *decode, "--samples", str(options.live_samples), "--seed", "1000"]
-    profile = found["tune"]["profile"]
-    found["live_profile"] = kvtune("live", options.model, *fresh, "--profile", profile)
-    found["live_default"] = kvtune("live", options.model, *fresh, "--policy", "wave_index")
-    return found
+def steps(task: str, options: argparse.Namespace, folder: Path) -> list[tuple[str, list[str]]]:
+    """The command lines of one task: capture, tune, two live runs, then what else the trace says."""
+    trace, study = str(folder / f"{task}.trace"), folder / f"{task}.study"
+    workload = ["--task", task, "--context", str(options.context), "--decode", str(options.decode)]
+    captured = ["--samples", str(options.samples), "--prompt-queries", "64", "--out", trace]
+    fresh = [*workload, "--samples", str(options.live_samples), "--seed", "1000"]
+    profile = str(study / "profile.yaml")
+    return [
+        ("capture", ["capture", options.model, *workload, *captured]),
+        ("tune", ["tune", trace, "--trials", str(options.trials), "--out", str(study)]),
+        ("live_profile", ["live", options.model, *fresh, "--profile", profile]),
+        ("live_default", ["live", options.model, *fresh, "--policy", "wave_index"]),
+        ("simulate", ["simulate", trace, "--budgets", "0.01,0.02,0.05,0.1,0.15,0.2"]),
+        ("analyze", ["analyze", trace, "--out", str(folder / f"{task}.analysis")]),
+    ]
+
+
+def keep(documents: dict[str, Any], name: str) -> None:
+    """Save what is known so far: a later step may fail or run out of time."""
+    recording.RESULTS.mkdir(exist_ok=True)
+    (recording.RESULTS / f"{name}_documents.json").write_text(json.dumps(documents, indent=1))
 
 
 def kvtune(*arguments: str) -> dict[str, Any]:
