@@ -88,7 +88,7 @@ def steps(out: Path, overwrite: bool) -> list[Step]:
             _capture,
             f"capture {MODEL} --task niah_single --context 1024 --samples 2 --out {path['niah.trace']}",
         ),
-        (_capture, f"capture {code_search} --samples 4 --out {code}"),
+        (_capture, f"capture {code_search} --samples 3 --out {code}"),
         (_analyze, f"analyze {code} --out {path['analysis']}"),
         (_simulate, f"simulate {code} --budgets {BUDGETS}"),
         (_tune, f"tune {code} --trials 20 --out {study}"),
