@@ -40,6 +40,8 @@ def prepare() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="kvtune")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Threads that wait must not spin: on a busy machine they would keep the working ones off the cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if debugging():
         return
     warnings.simplefilter("ignore")

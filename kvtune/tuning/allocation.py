@@ -17,7 +17,7 @@ from kvtune.policies.plan import Plan
 from kvtune.progress import Progress, silent
 from kvtune.tuning.bench import Bench
 
-RETRIEVAL_STEPS = (0.35, 0.7, 1.0, 1.4, 2.8, 5.6)
+RETRIEVAL_STEPS = (0.35, 0.7, 1.4, 2.8, 5.6)
 BUDGET_STEPS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0, 8.0)
 CLUSTER_TOKENS = (8, 16, 32, 64)
 UNITS = 10_000
@@ -51,7 +51,7 @@ def ladder(plan: Plan) -> list[dict[str, Any]]:
     for tokens in sorted({*CLUSTER_TOKENS, parameters["tokens_per_centroid"]}):
         for step in RETRIEVAL_STEPS:
             retrieval = round(min(parameters["retrieval"] * step, 1.0), 6)
-            for estimation in sorted({0.0, parameters["estimation"], 1.0}):
+            for estimation in sorted({parameters["estimation"], 1.0}):
                 estimation = round(min(estimation, 1.0 - retrieval), 6)
                 rungs.append(
                     {"tokens_per_centroid": tokens, "retrieval": retrieval, "estimation": estimation}
