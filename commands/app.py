@@ -6,9 +6,10 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib import import_module
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvtune import __version__
 from kvtune.commands.environment import prepare
@@ -32,9 +33,17 @@ COMMANDS = (
 )
 
 
+class InOrder(TyperGroup):
+    """Lists its commands in the order of the work, groups among them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [name for name in COMMANDS if name in self.commands]
+
+
 def build(names: Iterable[str]) -> typer.Typer:
     """The program with only the commands ``names``: their modules, and no others, are imported."""
     app = typer.Typer(
+        cls=InOrder,
         add_completion=False,
         rich_markup_mode=None,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,7 +53,8 @@ def build(names: Iterable[str]) -> typer.Typer:
         module = import_module(f"kvtune.commands.{name}")
         group: typer.Typer | None = getattr(module, "app", None)
         if group is None:
-            app.command(name)(getattr(module, name))
+            function = getattr(module, name)
+            app.command(name, short_help=(function.__doc__ or "").partition("\n")[0])(function)
         else:
             group.rich_markup_mode = None
             app.add_typer(group, name=name, no_args_is_help=False)
