@@ -10,14 +10,22 @@ import typer
 
 from kvtune.commands.errors import kept
 from kvtune.commands.options import (
+    Context,
     Device,
+    Dtype,
     JsonFlag,
     Layers,
     OutPath,
     Overwrite,
+    Prompts,
     QuietFlag,
+    Requests,
     Resume,
+    RopeOption,
+    Samples,
     Seed,
+    Task,
+    Turns,
     parse_indices,
     parse_layers,
 )
@@ -30,31 +38,19 @@ if TYPE_CHECKING:
 
 def capture(
     model: Annotated[str, typer.Argument(help="Packaged model, folder, hub id or .gguf file.")],
-    task: Annotated[
-        str | None, typer.Option("--task", help="Task to make samples of (default: niah_single).")
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Your own prompts: a .txt or .jsonl file.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option("--context", help="Tokens of each context (default: the task's).")
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="Contexts (default: 1, or all of --prompts).")
-    ] = None,
-    requests: Annotated[int, typer.Option("--requests", help="Requests over each context.")] = 1,
-    turns: Annotated[
-        int | None, typer.Option("--turns", help="Turns of each request (default: the task's).")
-    ] = None,
+    task: Task = None,
+    prompts: Prompts = None,
+    context: Context = None,
+    samples: Samples = None,
+    requests: Requests = 1,
+    turns: Turns = None,
     decode: Annotated[int, typer.Option("--decode", help="Answer tokens of each turn, at most.")] = 64,
     force: Annotated[bool, typer.Option("--force", help="Feed the reference answers as answers.")] = False,
     keep_answers: Annotated[
         bool,
         typer.Option("--keep-answers", help="Later turns follow the model's own answers."),
     ] = False,
-    rope: Annotated[
-        str | None, typer.Option("--rope", help="Rotary positions: yarn:4, linear:2, ntk:4, dynamic:4.")
-    ] = None,
+    rope: RopeOption = None,
     layers: Layers = None,
     kv_heads: Annotated[
         str | None, typer.Option("--kv-heads", help="KV heads to keep, like 0,2 (default: all).")
@@ -65,9 +61,7 @@ def capture(
         str, typer.Option("--prompt-queries", help="Last prompt positions whose queries are kept, or 'all'.")
     ] = "1024",
     device: Device = "auto",
-    dtype: Annotated[
-        str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto (float32 on a CPU).")
-    ] = "auto",
+    dtype: Dtype = "auto",
     seed: Seed = 0,
     out: OutPath = None,
     resume: Resume = False,

@@ -7,7 +7,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtune.commands.options import Device, JsonFlag, QuietFlag, Seed, Settings, parse_settings
+from kvtune.commands.options import (
+    Context,
+    Device,
+    Dtype,
+    JsonFlag,
+    Prompts,
+    QuietFlag,
+    Requests,
+    RopeOption,
+    Samples,
+    Seed,
+    Settings,
+    Task,
+    Turns,
+    parse_settings,
+)
 from kvtune.commands.output import Output, cell
 from kvtune.errors import InputError
 
@@ -31,28 +46,18 @@ def live(
         float | None,
         typer.Option("--cache-fraction", help="Block cache as a fraction of the context (default: 0.05)."),
     ] = None,
-    task: Annotated[
-        str | None, typer.Option("--task", help="Task to make samples of (default: niah_single).")
-    ] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="Your own prompts: a .txt or .jsonl file.")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option("--context", help="Tokens of each context (default: the task's).")
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option("--samples", help="Contexts (default: 1, or all of --prompts).")
-    ] = None,
-    requests: Annotated[int, typer.Option("--requests", help="Requests over each context.")] = 1,
-    turns: Annotated[
-        int | None, typer.Option("--turns", help="Turns of each request (default: the task's).")
-    ] = None,
+    task: Task = None,
+    prompts: Prompts = None,
+    context: Context = None,
+    samples: Samples = None,
+    requests: Requests = 1,
+    turns: Turns = None,
     decode: Annotated[
         int, typer.Option("--decode", help="Forced answer tokens of each turn, at least.")
     ] = 32,
-    rope: Annotated[str | None, typer.Option("--rope", help="Rotary positions, like yarn:4.")] = None,
+    rope: RopeOption = None,
     device: Device = "auto",
-    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto.")] = "auto",
+    dtype: Dtype = "auto",
     seed: Seed = 0,
     json: JsonFlag = False,
     quiet: QuietFlag = False,

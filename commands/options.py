@@ -21,6 +21,20 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an output 
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A policy parameter (repeatable).")
 ]
+Task = Annotated[str | None, typer.Option("--task", help="Task to make samples of (default: niah_single).")]
+Prompts = Annotated[Path | None, typer.Option("--prompts", help="Your own prompts: a .txt or .jsonl file.")]
+Context = Annotated[
+    int | None, typer.Option("--context", help="Tokens of each context (default: the task's).")
+]
+Samples = Annotated[int | None, typer.Option("--samples", help="Contexts (default: 1, or all of --prompts).")]
+Requests = Annotated[int, typer.Option("--requests", help="Requests over each context.")]
+Turns = Annotated[int | None, typer.Option("--turns", help="Turns of each request (default: the task's).")]
+RopeOption = Annotated[
+    str | None, typer.Option("--rope", help="Rotary positions: yarn:4, linear:2, ntk:4, dynamic:4.")
+]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="float32, bfloat16, float16, or auto (float32 on a CPU).")
+]
 
 
 def parse_layers(text: str | None, n_layers: int) -> list[int]:
