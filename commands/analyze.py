@@ -10,6 +10,7 @@ import typer
 
 from kvtune.commands.comparison import ComparisonOptions, analyze_comparison
 from kvtune.commands.options import (
+    Device,
     JsonFlag,
     Layers,
     OutPath,
@@ -65,6 +66,7 @@ def analyze(
         typer.Option("--live", help="With --compare: samples to run on the model, for the KL to full."),
     ] = None,
     layers: Layers = None,
+    device: Device = "auto",
     out: OutPath = None,
     overwrite: Overwrite = False,
     seed: Seed = 0,
@@ -85,6 +87,8 @@ def analyze(
     comparison = ComparisonOptions(read_bytes, live)
     if sensitivity and compare is not None:
         raise InputError("--sensitivity and --compare exclude each other")
+    if (compare is not None or sensitivity) and device not in ("auto", "cpu"):
+        raise InputError("--compare and --sensitivity run on the CPU", "leave out --device")
     if compare is not None:
         options.refuse()
         if policy is not None:
@@ -112,6 +116,7 @@ def analyze(
         wanted,
         out=folder,
         overwrite=overwrite,
+        device=device,
         seed=seed,
         progress=output.progress,
     )
