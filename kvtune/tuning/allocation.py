@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
 from kvtune.progress import Progress, silent
 from kvtune.tuning.bench import Bench
 
-RETRIEVAL_STEPS = (0.35, 0.7, 1.4, 2.8, 5.6)
+RETRIEVAL_STEPS = (0.35, 0.7, 1.0, 1.4, 2.8, 5.6)
 BUDGET_STEPS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0, 8.0)
 CLUSTER_TOKENS = (8, 16, 32, 64)
 UNITS = 10_000
@@ -88,28 +89,46 @@ def allocate(
 def cheapest_loss(rungs: dict[int, list[Rung]], cap: float) -> dict[int, Rung] | None:
     """One rung a layer, of least total loss with total bytes ≤ ``cap``; ``None`` if none fits.
 
-    Multiple-choice knapsack by dynamic programming over ``UNITS`` parts of the cap; bytes are rounded up to
-    whole parts, so the cap holds exactly and at most one part a layer stays unspent.
+    Multiple-choice knapsack by dynamic programming over ``UNITS`` parts of the cap. Bytes are rounded up to
+    whole parts, so a choice may fit although its parts are up to one a layer too many: those are tried
+    first, and kept if their bytes fit.
     """
     if cap <= 0:
         return None
-    best = np.zeros(UNITS + 1)
+    most = UNITS + len(rungs)
+    best = np.zeros(most + 1)
     picks = []
     for options in rungs.values():
-        table = np.full((len(options), UNITS + 1), np.inf)
+        table = np.full((len(options), most + 1), np.inf)
         for row, rung in zip(table, options):
-            weight = math.ceil(rung.read_bytes / cap * UNITS)
-            if weight <= UNITS:
-                row[weight:] = best[: UNITS + 1 - weight] + rung.loss
+            weight = _parts(rung, cap)
+            if weight <= most:
+                row[weight:] = best[: most + 1 - weight] + rung.loss
         picks.append(table.argmin(0))
         best = table.min(0)
-    if math.isinf(best[-1]):
-        return None
-    chosen, left = {}, UNITS
+    for parts in range(most, UNITS - 1, -1):
+        if math.isinf(best[parts]):
+            return None
+        chosen = _walk_back(rungs, picks, parts, cap)
+        if sum(rung.read_bytes for rung in chosen.values()) <= cap:
+            return chosen
+    return None
+
+
+def _walk_back(
+    rungs: dict[int, list[Rung]], picks: list[NDArray[np.intp]], parts: int, cap: float
+) -> dict[int, Rung]:
+    """The rungs behind the best total of ``parts`` parts."""
+    chosen = {}
     for layer, pick in zip(reversed(rungs), reversed(picks)):
-        chosen[layer] = rungs[layer][pick[left]]
-        left -= math.ceil(chosen[layer].read_bytes / cap * UNITS)
+        chosen[layer] = rungs[layer][pick[parts]]
+        parts -= _parts(chosen[layer], cap)
     return {layer: chosen[layer] for layer in rungs}
+
+
+def _parts(rung: Rung, cap: float) -> int:
+    """Bytes of a rung in parts of the cap, rounded up."""
+    return math.ceil(rung.read_bytes / cap * UNITS)
 
 
 def _free(bench: Bench, plan: Plan, layer: int) -> bool:
