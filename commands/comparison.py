@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtune.commands.options import parse_layers
+from kvtune.commands.options import parse_layers, refuse_given
 from kvtune.commands.output import Output
 from kvtune.commands.sensitivity import parse_names
 from kvtune.errors import InputError
@@ -27,9 +27,7 @@ class ComparisonOptions:
 
     def refuse(self) -> None:
         """``InputError`` for one that is given without ``--compare``."""
-        for name, value in vars(self).items():
-            if value is not None:
-                raise InputError(f"--{name.replace('_', '-')} goes with --compare")
+        refuse_given(vars(self), "--compare")
 
 
 def analyze_comparison(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -61,6 +61,13 @@ def parse_indices(text: str | None, count: int, option: str, what: str) -> list[
             raise InputError(f"{what} {high} is out of range", f"there are {count}: 0-{count - 1}")
         chosen.update(range(low, high + 1))
     return sorted(chosen)
+
+
+def refuse_given(options: Mapping[str, Any], flag: str) -> None:
+    """``InputError`` for the first of ``options`` that was given (is not ``None``) without its ``flag``."""
+    for name, value in options.items():
+        if value is not None:
+            raise InputError(f"--{name.replace('_', '-')} goes with {flag}")
 
 
 def parse_settings(pairs: Iterable[str] | None) -> dict[str, Any]:

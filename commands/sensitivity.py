@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvtune.commands.options import parse_layers
+from kvtune.commands.options import parse_layers, refuse_given
 from kvtune.commands.output import Output
-from kvtune.errors import InputError
 
 SHOWN_HEADS = 8
 
@@ -25,9 +24,7 @@ class SensitivityOptions:
 
     def refuse(self) -> None:
         """``InputError`` for one that is given without ``--sensitivity``."""
-        for name, value in vars(self).items():
-            if value is not None:
-                raise InputError(f"--{name.replace('_', '-')} goes with --sensitivity")
+        refuse_given(vars(self), "--sensitivity")
 
 
 def analyze_sensitivity(

@@ -39,7 +39,7 @@ def ladder(plan: Plan) -> list[dict[str, Any]]:
     """Settings to try in each layer: multiples of the plan's budget.
 
     For the wave index also how the bytes are split: cluster size (few large clusters are cheap to scan, many
-    small ones precise) and the share estimated (none, the plan's, all the rest).
+    small ones precise) and the share estimated (the plan's, or all the rest).
     """
     policy = plan.policy
     parameters = policy.parameters()
