@@ -13,10 +13,21 @@ _PUBLIC = {
     "analyze": "kvtune.analysis",
     "compare": "kvtune.analysis",
     "simulate": "kvtune.caching",
+    "calibrate": "kvtune.hardware",
     "live": "kvtune.runtime",
     "tune": "kvtune.tuning",
 }
-__all__ = ["__version__", "analyze", "capture", "compare", "live", "open_trace", "simulate", "tune"]
+__all__ = [
+    "__version__",
+    "analyze",
+    "calibrate",
+    "capture",
+    "compare",
+    "live",
+    "open_trace",
+    "simulate",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,65 @@
+"""The machine and what a decode step costs on it: calibration, stage fits, the cost model."""
+
+from __future__ import annotations
+
+from kvtune.hardware.break_even import BreakEven, break_even
+from kvtune.hardware.calibrate import Sizes, calibrate, time_probe
+from kvtune.hardware.cost import (
+    TERMS,
+    Features,
+    LayerCost,
+    StepCost,
+    Term,
+    layer_cost,
+    stage_features,
+    step_cost,
+)
+from kvtune.hardware.files import parse_hardware, read_hardware, save_hardware, to_yaml
+from kvtune.hardware.fit import Sample, fit_stage, fit_stages
+from kvtune.hardware.machine import Hardware, Stage, Stages
+from kvtune.hardware.memory import (
+    SequenceMemory,
+    estimated_weights_bytes,
+    full_memory,
+    max_batch,
+    wave_memory,
+)
+from kvtune.hardware.probes import Probe, stage_probes
+from kvtune.hardware.traffic import LayerTraffic, Traffic, full_traffic, wave_traffic
+
+__all__ = [
+    "TERMS",
+    "BreakEven",
+    "Features",
+    "Hardware",
+    "LayerCost",
+    "LayerTraffic",
+    "Probe",
+    "Sample",
+    "SequenceMemory",
+    "Sizes",
+    "Stage",
+    "Stages",
+    "StepCost",
+    "Term",
+    "Traffic",
+    "break_even",
+    "calibrate",
+    "estimated_weights_bytes",
+    "fit_stage",
+    "fit_stages",
+    "full_memory",
+    "full_traffic",
+    "layer_cost",
+    "max_batch",
+    "parse_hardware",
+    "read_hardware",
+    "save_hardware",
+    "stage_features",
+    "stage_probes",
+    "step_cost",
+    "time_probe",
+    "to_yaml",
+    "wave_memory",
+    "wave_traffic",
+]
