@@ -33,11 +33,14 @@ class Mark:
 
 
 class Session:
-    """One sequence on one model. ``length`` tokens are in the cache; the next gets position ``length``."""
+    """One sequence on one model. ``length`` tokens are in the cache; the next gets position ``length``.
 
-    def __init__(self, loaded: LoadedModel, advance: Advance = lambda tokens: None) -> None:
+    ``room`` makes the cache one that grows in place (see :func:`kvtune.models.new_cache`).
+    """
+
+    def __init__(self, loaded: LoadedModel, advance: Advance = lambda tokens: None, room: int = 0) -> None:
         self.loaded = loaded
-        self.cache = new_cache()
+        self.cache = new_cache(room)
         self.length = 0
         self._advance = advance
         self._logits = torch.empty(0)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copy
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -10,21 +14,23 @@ import torch
 from torch import Tensor
 
 from kvtune.attention import group_queries, sparse_attention
-from kvtune.caching import AccessLog, UnitAccesses, capacity_pages
+from kvtune.caching import AccessLog, Unit, UnitAccesses, capacity_pages
 from kvtune.caching.access_log import join_accesses, unit_accesses
-from kvtune.geometry import LayerInfo, ModelGeometry
+from kvtune.geometry import PAGE_TOKENS, LayerInfo, ModelGeometry
 from kvtune.policies.base import Policy, Selection
 from kvtune.policies.full import Full
 from kvtune.policies.plan import Plan
 from kvtune.runtime.block_cache import BlockCache
+from kvtune.runtime.forking import fork_index
 
 
 @dataclass
 class LayerState:
     """One layer while a sequence decodes.
 
-    ``length`` tokens have passed; ``index`` exists from the first decode step on; ``hits`` holds one mask
-    per step and kv head.
+    ``length`` tokens have passed, ``prompt_length`` of them before the index was built; ``index`` exists
+    from then on; ``hits`` holds one mask per step and kv head. ``steady_pages`` and ``retrieved_pages`` are
+    the most of one step, over all kv heads.
     """
 
     info: LayerInfo
@@ -36,11 +42,23 @@ class LayerState:
     caches: list[BlockCache] = field(default_factory=list)
     accesses: list[list[UnitAccesses]] = field(default_factory=list)
     hits: list[list[list[bool]]] = field(default_factory=list)
+    steady_pages: int = 0
+    retrieved_pages: int = 0
 
     @property
     def dense(self) -> bool:
         """Whether the layer keeps full attention."""
         return isinstance(self.policy, Full)
+
+    def fork(self) -> LayerState:
+        """A copy that goes its own way; tensors are shared (see :func:`fork_index`)."""
+        return replace(
+            self,
+            index=fork_index(self.index),
+            caches=copy.deepcopy(self.caches),
+            accesses=[list(parts) for parts in self.accesses],
+            hits=[list(masks) for masks in self.hits],
+        )
 
 
 class Sequence:
@@ -48,6 +66,8 @@ class Sequence:
 
     ``cache_fraction`` sizes each unit's block cache (``None``: no cache is kept and nothing is counted).
     Several tokens at once are always a prefill; a caller that prefills a single token sets ``prefilling``.
+    Tokens that pass after :meth:`build`, those of a prefill too, join the index as decode-made ones do.
+    With ``stages`` set to a mapping, seconds of the decode steps are added to it by stage.
     """
 
     prefilling = False
@@ -57,6 +77,7 @@ class Sequence:
         self.geometry = geometry
         self.cache_fraction = cache_fraction
         self.layers: dict[int, LayerState] = {}
+        self.stages: dict[str, float] | None = None
 
     def layer(self, number: int) -> LayerState:
         """The state of layer ``number``, made on first use."""
@@ -64,6 +85,10 @@ class Sequence:
             info = self.geometry.layer(number)
             self.layers[number] = LayerState(info, self.plan.for_layer(info))
         return self.layers[number]
+
+    def fork(self) -> dict[int, LayerState]:
+        """The layers' states, to be put back (or a fork of them) as ``layers``."""
+        return {number: state.fork() for number, state in self.layers.items()}
 
     def prefill(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         """Note a stretch of several tokens, attended densely by the caller.
@@ -95,15 +120,34 @@ class Sequence:
         if state.length != total - 1:
             state = self.layers[number] = LayerState(state.info, state.policy)
         if state.index is None:
-            self._build(state, keys, values, total - 1)
-        self._append(state, keys, values, total)
-        state.length = total
+            self.build(number, keys[:, : total - 1], values[:, : total - 1])
+        with self._stage("append"):
+            self._append(state, keys, values, total)
+            state.length = total
         queries = group_queries(query[None], keys.shape[0])
         position = torch.tensor([total - 1], device=keys.device)
-        selection = state.policy.select(state.index, queries, position)
-        self._look_up(state, selection)
-        output, _ = sparse_attention(queries, position, keys, values, selection, state.info)
+        with self._stage("select"):
+            selection = state.policy.select(state.index, queries, position)
+        with self._stage("cache"):
+            self._look_up(state, selection)
+        with self._stage("attend"):
+            output, _ = sparse_attention(queries, position, keys, values, selection, state.info)
         return output[0].flatten(0, 1)
+
+    def build(self, number: int, keys: Tensor, values: Tensor) -> None:
+        """Index the tokens so far, keys [H, N, d] and values [H, N, dv], with an empty cache a kv head."""
+        state = self.layer(number)
+        heads, length, dim = keys.shape
+        seen = state.prompt_queries
+        if seen is None:
+            seen = keys.new_zeros(heads, state.info.group, 0, dim)
+        state.index = state.policy.build(keys, values, seen, state.info)
+        state.length = state.prompt_length = length
+        if self.cache_fraction is not None:
+            pages = capacity_pages(self.cache_fraction, length)
+            state.caches = [BlockCache(pages) for _ in range(heads)]
+            state.accesses = [[] for _ in range(heads)]
+            state.hits = [[] for _ in range(heads)]
 
     def access_log(self, sample: int = 0, timeline: int = 0) -> AccessLog:
         """What every unit asked of its cache so far."""
@@ -113,7 +157,7 @@ class Sequence:
                 log.units[sample, timeline, number, head] = join_accesses(parts, state.prompt_length)
         return log
 
-    def hit_masks(self, sample: int = 0, timeline: int = 0) -> dict[tuple[int, int, int, int], list[bool]]:
+    def hit_masks(self, sample: int = 0, timeline: int = 0) -> dict[Unit, list[bool]]:
         """Whether each access of each unit was a hit, in the order of its log."""
         return {
             (sample, timeline, number, head): [hit for step in masks for hit in step]
@@ -121,18 +165,25 @@ class Sequence:
             for head, masks in enumerate(state.hits)
         }
 
-    def _build(self, state: LayerState, keys: Tensor, values: Tensor, length: int) -> None:
-        heads, dim = keys.shape[0], keys.shape[2]
-        seen = state.prompt_queries
-        if seen is None:
-            seen = keys.new_zeros(heads, state.info.group, 0, dim)
-        state.index = state.policy.build(keys[:, :length], values[:, :length], seen, state.info)
-        state.length = state.prompt_length = length
-        if self.cache_fraction is not None:
-            pages = capacity_pages(self.cache_fraction, length)
-            state.caches = [BlockCache(pages) for _ in range(heads)]
-            state.accesses = [[] for _ in range(heads)]
-            state.hits = [[] for _ in range(heads)]
+    def counters(self) -> dict[str, tuple[int, int]]:
+        """Hits and accesses of all block caches in requests, pages and tokens."""
+        counted = [cache.counters for state in self.layers.values() for cache in state.caches]
+        columns = {
+            "request": [c.requests for c in counted],
+            "page": [c.pages for c in counted],
+            "token": [c.tokens for c in counted],
+        }
+        return {
+            name: (sum(hits for hits, _ in column), sum(asked for _, asked in column))
+            for name, column in columns.items()
+        }
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        if self.stages is not None:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - started
 
     def _append(self, state: LayerState, keys: Tensor, values: Tensor, total: int) -> None:
         new = slice(state.length, total)
@@ -141,9 +192,15 @@ class Sequence:
 
     def _look_up(self, state: LayerState, selection: Selection) -> None:
         """Pass the step's blocks through each kv head's cache and note what happened."""
+        if not state.caches:
+            return
         for head, cache in enumerate(state.caches):
             step = unit_accesses(selection, head, state.prompt_length)
             columns = [np.asarray(c).tolist() for c in (step.blocks, step.pages, step.tokens)]
             state.hits[head].append(cache.access(*columns))
             cache.update()
             state.accesses[head].append(step)
+        resident = (selection.positions[..., : selection.resident] >= 0).sum(-1)
+        steady = -(-resident // PAGE_TOKENS)
+        state.steady_pages = max(state.steady_pages, int(steady.sum()))
+        state.retrieved_pages = max(state.retrieved_pages, int((selection.pages() - steady).sum()))
