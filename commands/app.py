@@ -23,6 +23,7 @@ COMMANDS = (
     "analyze",
     "index",
     "simulate",
+    "calibrate",
     "live",
     "tune",
     "profile",

@@ -19,6 +19,7 @@ from kvtune.commands.options import (
     parse_settings,
 )
 from kvtune.commands.output import Output, bytes_text
+from kvtune.commands.step_time import HardwareOptions, add_prediction, show_prediction
 
 if TYPE_CHECKING:
     from kvtune.caching import CacheResult
@@ -37,13 +38,35 @@ def simulate(
         str, typer.Option("--budgets", help="Cache sizes as fractions of the context's KV, in (0, 1].")
     ] = "0.01,0.02,0.05,0.1,0.2",
     layers: Layers = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="Also predict step times on a machine: h200, h100, ... or a file."),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="With --hardware: sequences decoded at once (default: 1).")
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option("--offload", help="With --hardware: cpu (KV in host memory) or none (on the device)."),
+    ] = None,
+    parameters: Annotated[
+        float | None,
+        typer.Option("--parameters", help="With --hardware: the model's parameters, like 8e9."),
+    ] = None,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
-    """Predict how often a GPU block cache would hit, and what misses would move over PCIe."""
+    """Predict how often a GPU block cache would hit, and what misses would move over PCIe.
+
+    With --hardware, also what a decode step takes there, term by term, and how many sequences fit
+    ('kvtune calibrate' describes this machine).
+    """
     fractions = parse_fractions(budgets, "--budgets")
     settings = parse_settings(set_)
     output = Output(json=json, quiet=quiet)
+    options = HardwareOptions(batch, offload, parameters)
+    if hardware is None:
+        options.refuse()
 
     import kvtune
     from kvtune.caching import WARM_UP_STEPS, get_cache
@@ -51,9 +74,16 @@ def simulate(
 
     title = get_cache(cache).title
     chosen = get_policy(policy, settings)
+    machine = None if hardware is None else options.machine(hardware)
     opened = kvtune.open_trace(trace, verify=True)
     wanted = None if layers is None else parse_layers(layers, opened.geometry.n_layers)
-    curve = kvtune.simulate(opened, fractions, cache, policy=chosen, layers=wanted, progress=output.progress)
+    demand = None
+    if machine is not None:
+        from kvtune.hardware import measure_demand
+
+        demand = measure_demand(opened, chosen, wanted, output.progress)
+    source = opened if demand is None else demand.log
+    curve = kvtune.simulate(source, fractions, cache, policy=chosen, layers=wanted, progress=output.progress)
     document = {
         "trace": str(trace),
         "policy": {"name": policy, "parameters": chosen.parameters()},
@@ -64,6 +94,8 @@ def simulate(
         "warm_up_steps": WARM_UP_STEPS,
         "curve": [result.to_dict() for result in curve],
     }
+    if machine is not None and demand is not None:
+        add_prediction(document, machine, options, opened, demand, curve)
     output.result(document, lambda out: _human(out, document, curve))
 
 
@@ -80,6 +112,9 @@ def _human(output: Output, document: dict[str, Any], curve: list[CacheResult]) -
         )
     if last.truncations:
         output.line(f"{last.truncations:,} blocks did not fit the execution buffer and were dropped.")
+    if "hardware" in document:
+        output.line()
+        show_prediction(output, document)
     output.closing(None, f"kvtune tune {shlex.quote(document['trace'])}")
 
 

@@ -14,22 +14,25 @@ from kvtune.hardware.cost import (
     stage_features,
     step_cost,
 )
+from kvtune.hardware.demand import Demand, measure_demand
 from kvtune.hardware.files import parse_hardware, read_hardware, save_hardware, to_yaml
 from kvtune.hardware.fit import Sample, fit_stage, fit_stages
 from kvtune.hardware.machine import Hardware, Stage, Stages
 from kvtune.hardware.memory import (
     SequenceMemory,
-    estimated_weights_bytes,
     full_memory,
     max_batch,
     wave_memory,
 )
+from kvtune.hardware.prediction import predict
 from kvtune.hardware.probes import Probe, stage_probes
 from kvtune.hardware.traffic import LayerTraffic, Traffic, full_traffic, wave_traffic
+from kvtune.hardware.weights import estimated_parameters, weights_bytes
 
 __all__ = [
     "TERMS",
     "BreakEven",
+    "Demand",
     "Features",
     "Hardware",
     "LayerCost",
@@ -45,14 +48,16 @@ __all__ = [
     "Traffic",
     "break_even",
     "calibrate",
-    "estimated_weights_bytes",
+    "estimated_parameters",
     "fit_stage",
     "fit_stages",
     "full_memory",
     "full_traffic",
     "layer_cost",
     "max_batch",
+    "measure_demand",
     "parse_hardware",
+    "predict",
     "read_hardware",
     "save_hardware",
     "stage_features",
@@ -62,4 +67,5 @@ __all__ = [
     "to_yaml",
     "wave_memory",
     "wave_traffic",
+    "weights_bytes",
 ]

@@ -77,6 +77,11 @@ def calibrate(
             raise RunError(f"{_title(place)} has no room for the measurements", "free its memory") from None
 
 
+def default_name(device: str = "auto") -> str:
+    """What :func:`calibrate` calls a machine: its device's title in small letters and hyphens."""
+    return _slug(_title(choose_device(device)))
+
+
 def _measure(
     place: torch.device,
     name: str | None,

@@ -79,10 +79,12 @@ def to_yaml(hardware: Hardware) -> str:
 
 
 def save_hardware(hardware: Hardware, path: str | Path, overwrite: bool = False) -> Path:
-    """Write the machine atomically. ``InputError`` where ``path`` exists and ``overwrite`` is false."""
+    """Write the machine atomically. ``InputError`` where ``path`` exists and ``overwrite`` is false.
+
+    A folder at ``path`` is never replaced.
+    """
     path = Path(path)
-    if not overwrite:
-        refuse_existing(path)
+    check_target(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -93,10 +95,17 @@ def save_hardware(hardware: Hardware, path: str | Path, overwrite: bool = False)
     return path
 
 
-def refuse_existing(path: Path) -> None:
-    """``InputError`` where ``path`` exists."""
-    if path.exists():
+def check_target(path: Path, overwrite: bool) -> None:
+    """``InputError`` where a file cannot be written to ``path``, before anything is measured."""
+    if path.is_dir():
+        raise InputError(f"{path} is a folder, not a file", "name a YAML file")
+    if path.exists() and not overwrite:
         raise InputError(f"{path} exists", "give another --out, or --overwrite to replace it")
+    there = next(parent for parent in (*path.parents, Path()) if parent.exists())
+    if not there.is_dir():
+        raise InputError(f"{there} is not a folder")
+    if not os.access(there, os.W_OK):
+        raise InputError(f"the folder {there} cannot be written", "give another --out")
 
 
 def _require_tree(node: yaml.Node | None, source: str, seen: set[int]) -> None:

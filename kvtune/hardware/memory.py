@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from kvtune.caching.simulation import capacity_pages
-from kvtune.geometry import ITEM_BYTES, LayerInfo, ModelGeometry
+from kvtune.geometry import LayerInfo, ModelGeometry
 from kvtune.hardware.cost import Offload
 from kvtune.hardware.machine import Hardware
 from kvtune.policies.retroinfer import UPDATE_TOKENS
@@ -16,7 +16,6 @@ from kvtune.policies.wave_index import WaveIndex
 RESERVED_BYTES = 1 << 30
 """Device memory that no sequence gets: the CUDA context, activations, workspaces."""
 
-_MLP_WIDTH = 3.5
 _COUNT_BYTES = 4
 
 
@@ -108,14 +107,3 @@ def wave_memory(
             buffer=heads * room * layer.page_bytes,
         )
     return total
-
-
-def estimated_weights_bytes(geometry: ModelGeometry) -> float:
-    """Bytes of a model's weights where nothing but the geometry is known: an estimate, without embeddings.
-
-    A hidden size of heads × dim, and a gated MLP 3.5 times as wide (Llama 3's proportions).
-    """
-    hidden = geometry.n_heads * geometry.head_dim
-    attention = hidden * (2 * hidden + geometry.n_kv_heads * (geometry.head_dim + geometry.value_dim))
-    mlp = 3 * _MLP_WIDTH * hidden * hidden
-    return geometry.n_layers * (attention + mlp) * ITEM_BYTES[geometry.dtype]

@@ -8,7 +8,6 @@ from typing import Any
 
 from kvtune.caching import CacheResult
 from kvtune.caching.tally import COLD
-from kvtune.errors import InputError
 from kvtune.hardware.break_even import BATCHES, break_even, contexts_up_to
 from kvtune.hardware.cost import Offload, check_offload, step_cost
 from kvtune.hardware.demand import Demand
@@ -33,10 +32,8 @@ def predict(
     (one a budget: ``step{total_ms, terms, …}, max_batch, tokens_per_second, gpu_bytes``), ``full`` (full
     attention, the same keys), ``break_even`` (at the largest budget; over contexts for the wave index, at
     the trace's own for any other policy), and the ``batch, offload, tokens`` used. Misses are those from an
-    empty cache. Raises ``InputError`` as :func:`~kvtune.hardware.cost.step_cost`, and for negative weights.
+    empty cache. Raises ``InputError`` as :func:`~kvtune.hardware.cost.step_cost`.
     """
-    if weights_bytes < 0:
-        raise InputError(f"the weights cannot have {weights_bytes:g} bytes")
     place: Offload = offload or ("none" if hardware.host_to_device is None else "cpu")
     check_offload(hardware, place)
     geometry = demand.geometry

@@ -12,7 +12,7 @@ from machines import GEOMETRY, machine
 
 from kvtune.hardware import (
     SequenceMemory,
-    estimated_weights_bytes,
+    estimated_parameters,
     full_memory,
     full_traffic,
     max_batch,
@@ -125,12 +125,12 @@ def test_a_larger_cache_never_fits_more_sequences(context, fraction):
     assert max_batch(plain, large, 1e9) <= max_batch(plain, small, 1e9)
 
 
-def test_estimated_weights():
+def test_estimated_parameters():
     """Llama 3 8B: 8.03e9 parameters, of which 1.05e9 are embeddings."""
     llama = replace(
         GEOMETRY, n_layers=32, n_heads=32, n_kv_heads=8, head_dim=128, value_dim=128, windows=(None,) * 32
     )
-    assert estimated_weights_bytes(llama) == pytest.approx(2 * (8.03e9 - 1.05e9), rel=0.01)
+    assert estimated_parameters(llama) == pytest.approx(8.03e9 - 1.05e9, rel=0.01)
 
 
 def test_full_policy_agrees_with_full_traffic():
