@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from kvtune.analysis.statistics import bootstrap_interval
-from kvtune.caching import AccessLog, HitRatio, check_budgets, simulate
-from kvtune.capturing.loop import Mark, Session
+from kvtune.caching import check_budgets
 from kvtune.errors import InputError
 from kvtune.models import LoadedModel
 from kvtune.policies import get_policy
 from kvtune.policies.base import Policy
 from kvtune.policies.plan import Plan, as_plan
 from kvtune.progress import Progress, silent
-from kvtune.runtime.decoding import Answer, forced_pass, full_pass, prefilling
-from kvtune.runtime.hook import attached
-from kvtune.runtime.sequence import Sequence
-from kvtune.workloads import Request, Sample
+from kvtune.runtime.decoding import Answer, Segment, forced_pass, free_pass, full_pass, unseen
+from kvtune.runtime.engine import OFFLOAD, Engine, EngineOptions, open_engine
+from kvtune.runtime.forecast import QueryRecorder, RecordedSteps, forecast_log, sparse_layers
+from kvtune.runtime.live_trace import LiveTrace, SampleTrace
+from kvtune.runtime.measurements import CachePass, FreeAnswer, LiveRun
+from kvtune.runtime.report import live_document
+from kvtune.runtime.scoring import Scorer
+from kvtune.workloads import Request, Sample, Workload
 
 DEFAULT_STEPS = 32
 
-
-@dataclass
-class LiveRun:
-    """Everything measured: one entry per answer, the accesses, and whether the replay agreed.
-
-    kl, top1 [steps] per answer; nll_full, nll_plan [targets] per answer (nats per forced token).
-    """
-
-    kl: list[Tensor] = field(default_factory=list)
-    top1: list[Tensor] = field(default_factory=list)
-    nll_full: list[Tensor] = field(default_factory=list)
-    nll_plan: list[Tensor] = field(default_factory=list)
-    seconds: float = 0.0
-    full_seconds: float = 0.0
-    requests: int = 0
-    log: AccessLog | None = None
-    hits: dict[tuple[int, int, int, int], list[bool]] = field(default_factory=dict)
-    counters: dict[str, list[int]] = field(
-        default_factory=lambda: {"request": [0, 0], "page": [0, 0], "token": [0, 0]}
-    )
+Predict = Callable[[LiveRun, Plan], float | None]
+"""A cost model: the milliseconds that it predicts for a decode step of a run; ``None`` if it cannot."""
 
 
 def live(
@@ -57,164 +38,192 @@ def live(
     cache_fraction: float = 0.05,
     decode: int = DEFAULT_STEPS,
     seed: int = 0,
+    engine: str = "auto",
+    offload: str = "none",
+    free: bool = True,
+    forecast: bool = True,
+    workload: Workload | None = None,
+    record: LiveTrace | None = None,
+    predict: Predict | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Decode each request of ``samples`` under ``plan`` and compare with full attention.
 
-    Each answer is forced to the same tokens in both runs: the reference, continued by full attention's
-    greedy choice to ``decode`` tokens. Returns the JSON document of ``kvtune live``: KL to full attention
-    and top-1 agreement over all steps, paired ΔNLL over the reference's tokens (over all where there is no
-    reference) with a bootstrap interval over answers, the live cache's hit ratios, those of the simulator's
-    replay of the run's own access log, and decode speed. The cache counts and does not yet move data.
+    **Forced**: each answer goes through both runs with the same tokens, the reference's, continued by full
+    attention's greedy choice to ``decode`` tokens. KL to full attention and top-1 agreement are over all
+    steps, paired ΔNLL over the reference's tokens (over all where there is no reference) with a bootstrap
+    interval over answers. **Free** (unless ``free`` is false; it doubles the decode steps): both runs go on
+    with their own greedy tokens, up to ``decode`` a turn, references being fed back between turns; this gives
+    task scores by ``workload``'s measure and the drift.
 
-    Raises ``InputError`` for a cache fraction outside (0, 1], a policy that evicts, or no decode steps.
+    With one request a sample, the index is built at the end of prefill, over the context and the first
+    question. With several, it is built once, over the context alone; every request forks from that state,
+    and its questions join the index as decode-made tokens do. Later turns' tokens join it in both cases.
+    Block caches start empty at every request, in free running also at every turn whose answer is replaced.
+
+    Returns the JSON document of ``kvtune live``. ``hit_ratio`` is counted by the live caches,
+    ``replayed_hit_ratio`` is the simulator's on the same accesses (``replay_equal``: access by access, in all
+    passes), ``forecast_hit_ratio`` the simulator's on what the plan asks given full attention's queries of
+    the same tokens (forced) or of its own answers (free), beside that run's ``live`` ratios. ``prefill_ms``
+    and ``index_build_ms`` are per sample, ``stages_ms`` per step. ``gpu_bytes`` and ``host_bytes`` are of the
+    longest sequence; ``bytes_are`` ``counted`` where the engine moves nothing. ``predicted_step_ms`` is what
+    ``predict`` says. A run that is interrupted (Ctrl-C) after an answer returns what it has, with
+    ``interrupted`` true.
+
+    Raises ``InputError`` for a cache fraction outside (0, 1], a policy that evicts, an unknown engine, no
+    decode steps, no requests, or a timeline beyond the model's positions.
     """
     chosen = as_plan(get_policy(plan) if isinstance(plan, str) else plan)
-    check_budgets([cache_fraction])
-    if chosen.policy.evicts:
-        raise InputError(f"policy '{chosen.policy.name}' evicts tokens and cannot run live yet")
-    if decode < 1:
-        raise InputError(f"--decode must be at least 1, not {decode}")
-    run = LiveRun()
-    with (progress or silent).task("live decoding", None) as task:
-        for number, sample in enumerate(samples):
-            _check_length(loaded, sample, decode)
-            session = Session(loaded)
-            session.feed(sample.context_ids)
-            run_one = _Runner(session, sample, chosen, cache_fraction, decode, run)
-            for request_number, request in enumerate(sample.requests):
-                run_one(request, (number, request_number))
-                task.advance()
-    if not run.requests:
-        raise InputError("there was no request to run")
-    return _document(run, chosen, cache_fraction, seed)
+    given = list(samples)
+    _check(loaded, given, chosen, cache_fraction, decode, offload)
+    longest = max((_longest(sample, decode) for sample in given), default=0)
+    opened = open_engine(engine, loaded, chosen, EngineOptions(cache_fraction, longest, offload))
+    run = LiveRun(CachePass(cache_fraction), CachePass(cache_fraction), timings=opened.timings)
+    runner = _Runner(opened, run, decode, free, forecast, Scorer(loaded, workload), record)
+    total = sum(len(sample.requests) for sample in given)
+    try:
+        with opened, (progress or silent).task("live decoding", total) as task:
+            for number, sample in enumerate(given):
+                runner(number, sample, task.advance)
+    except KeyboardInterrupt:
+        if not run.answers:
+            raise
+        run.interrupted = True
+    if record is not None:
+        record.finish()
+    run.engine = {"engine": opened.name, "offload": opened.offload, "notes": list(opened.notes)}
+    return live_document(run, chosen, seed, predict(run, chosen) if predict else None)
 
 
 @dataclass
 class _Runner:
-    """Runs requests over one context, which ``session`` holds."""
+    """Runs samples one after the other."""
 
-    session: Session
-    sample: Sample
-    plan: Plan
-    cache_fraction: float
-    decode: int
+    engine: Engine
     run: LiveRun
+    decode: int
+    free: bool
+    forecast: bool
+    scorer: Scorer
+    record: LiveTrace | None
+    _prefilled: int = 0
+    _context: int = 0
+    _timelines: itertools.count[int] = field(default_factory=itertools.count)
 
-    def __call__(self, request: Request, unit: tuple[int, int]) -> None:
-        """One request twice: full attention, then the plan, forced to the same tokens."""
-        context = self.session.mark()
-        answers = full_pass(self.session, request, self.decode)
-        self.session.rewind(context)
-        loaded = self.session.loaded
-        sequence = Sequence(self.plan, loaded.geometry, self.cache_fraction)
-        with attached(loaded.model, sequence):
-            self._show_prompt_tail(sequence)
-            forced = forced_pass(self.session, request, answers, sequence)
-        self.session.rewind(context)
-        for full, sparse in zip(answers, forced):
-            _compare(full, sparse, self.run, loaded)
-        _collect(sequence, self.run, unit)
-        self.run.requests += 1
+    def __call__(self, number: int, sample: Sample, advance: Callable[[], None]) -> None:
+        engine = self.engine
+        engine.start()
+        self._prefilled = len(engine.timings.prefill)
+        self._timelines = itertools.count()
+        with nullcontext() if self.record is None else self.record.sample(number, engine) as trace:
+            if sample.context_ids:
+                with _segment(trace, -1)("context", -1, sample.context_ids):
+                    engine.feed(sample.context_ids)
+                if len(sample.requests) > 1:
+                    self._build()
+            base = engine.mark()
+            for request_number, request in enumerate(sample.requests):
+                if request_number:
+                    engine.rewind(base)
+                self._request(request, sample.task, (number, request_number), trace)
+                advance()
 
-    def _show_prompt_tail(self, sequence: Sequence) -> None:
-        """Run the context's last tokens once more through the hook where the policy wants their queries."""
-        tail = min(self.plan.policy.prompt_window, len(self.sample.context_ids))
-        if tail:
-            end = self.session.mark()
-            self.session.rewind(Mark(end.length - tail, end.logits))
-            with prefilling(sequence):
-                self.session.feed(self.sample.context_ids[-tail:])
+    def _request(self, request: Request, task: str, unit: tuple[int, int], trace: SampleTrace | None) -> None:
+        """One request: full attention, then the plan; forced to the same tokens, then free."""
+        engine, run, segment = self.engine, self.run, _segment(trace, unit[1])
+        question = request.turns[0].question_ids
+        if question:
+            with segment("question", 0, question):
+                engine.feed(question)
+        full = self._full(request)
+        if not engine.built:
+            self._build()
+        ready = engine.mark()
+        for caches, stretches in ((run.forced, full.forced), (run.free, full.free)):
+            for recorded in stretches:
+                caches.add_forecast(forecast_log(engine, recorded, unit, self._context))
+        for comparison in forced_pass(engine, request, full.answers, segment):
+            run.answers.append(comparison)
+        run.forced.add(engine, unit)
+        run.hold(engine.held_bytes())
+        run.requests += 1
+        if trace is not None:
+            trace.note(request, unit[1], task, [answer.tokens for answer in full.answers])
+        if self.free:
+            engine.rewind(ready)
+            count = lambda: run.free.add(engine, (unit[0], next(self._timelines)))  # noqa: E731
+            own = free_pass(engine, request, self.decode, count)
+            self._score(request, task, full.free_answers, own)
 
+    def _full(self, request: Request) -> _Full:
+        """Both passes of full attention from behind the first question, and back there."""
+        engine, start = self.engine, self.engine.length
+        asked = engine.mark()
+        recorder = QueryRecorder(sparse_layers(engine) if self.forecast else ())
+        with engine.full_attention():
+            full = _Full(full_pass(engine, request, self.decode, recorder))
+            full.forced.append(recorder.take(engine, start))
+            engine.rewind(asked)
+            if self.free:
+                keep = lambda: full.free.append(recorder.take(engine, start))  # noqa: E731
+                full.free_answers = free_pass(engine, request, self.decode, keep, recorder)
+                engine.rewind(asked)
+        return full
 
-def _compare(full: Answer, sparse: Answer, run: LiveRun, loaded: LoadedModel) -> None:
-    reference = torch.log_softmax(full.logits, -1)
-    other = torch.log_softmax(sparse.logits, -1)
-    run.kl.append((reference.exp() * (reference - other)).sum(-1))
-    run.top1.append((reference.argmax(-1) == other.argmax(-1)).float())
-    following = [*full.tokens[1:]]
-    if full.n_reference:
-        end = sorted(loaded.eos_ids)[:1]
-        following = [*full.tokens[1 : full.n_reference], *end]
-    targets = torch.tensor(following, dtype=torch.int64, device=reference.device)
-    rows = torch.arange(len(targets), device=reference.device)
-    run.nll_full.append(-reference[rows, targets])
-    run.nll_plan.append(-other[rows, targets])
-    run.seconds += sparse.seconds
-    run.full_seconds += full.seconds
+    def _build(self) -> None:
+        engine, run = self.engine, self.run
+        self._context = engine.length
+        run.prefill.append(sum(engine.timings.prefill[self._prefilled :]))
+        engine.build()
+        run.index_build.append(engine.timings.index_build[-1])
 
-
-def _collect(sequence: Sequence, run: LiveRun, unit: tuple[int, int]) -> None:
-    log = sequence.access_log(*unit)
-    if run.log is None:
-        run.log = AccessLog(log.page_bytes)
-    run.log.units.update(log.units)
-    run.hits.update(sequence.hit_masks(*unit))
-    for state in sequence.layers.values():
-        for cache in state.caches:
-            for name, counter in (
-                ("request", cache.counters.requests),
-                ("page", cache.counters.pages),
-                ("token", cache.counters.tokens),
-            ):
-                run.counters[name][0] += counter[0]
-                run.counters[name][1] += counter[1]
-
-
-def replay(run: LiveRun, cache_fraction: float) -> tuple[HitRatio | None, bool | None]:
-    """The simulator on the run's own log: its hit ratios, and whether every access agrees."""
-    if run.log is None or not any(len(a.blocks) for _, a in run.log):
-        return None, None
-    (result,) = simulate(run.log, [cache_fraction], "wave", keep_hits=True)
-    equal = True
-    for unit, accesses in run.log:
-        pages = result.units[unit].page_hits
-        assert pages is not None
-        first = np.cumsum(accesses.pages) - accesses.pages
-        equal = equal and pages[first].tolist() == run.hits[unit]
-    return result.hit_ratio, equal
-
-
-def _document(run: LiveRun, plan: Plan, cache_fraction: float, seed: int) -> dict[str, Any]:
-    kl = torch.cat(run.kl).double()
-    sums = np.array([float((b - a).sum()) for a, b in zip(run.nll_full, run.nll_plan)])
-    counts = np.array([len(a) for a in run.nll_full])
-    low, high = bootstrap_interval(sums, counts, seed=seed)
-    replayed, equal = replay(run, cache_fraction)
-    steps = len(kl)
-    hit_ratio = {name: (hits / asked if asked else None) for name, (hits, asked) in run.counters.items()}
-    return {
-        "policy": plan.policy.name,
-        "params": plan.policy.parameters(),
-        "dense_layers": list(plan.dense_layers),
-        "cache_fraction": cache_fraction,
-        "requests": run.requests,
-        "answers": len(run.kl),
-        "decode_steps": steps,
-        "kl": {"mean": float(kl.mean()), "p95": float(kl.quantile(0.95))},
-        "delta_nll": {
-            "mean": float(sums.sum() / counts.sum()) if counts.sum() else None,
-            "low": None if math.isnan(low) else low,
-            "high": None if math.isnan(high) else high,
-        },
-        "top1": float(torch.cat(run.top1).mean()),
-        "hit_ratio": hit_ratio,
-        "replayed_hit_ratio": dict.fromkeys(hit_ratio) if replayed is None else replayed.to_dict(),
-        "replay_equal": equal,
-        "tokens_per_second": steps / run.seconds,
-        "full_tokens_per_second": steps / run.full_seconds,
-    }
+    def _score(
+        self, request: Request, task: str, full: list[tuple[int, ...]], own: list[tuple[int, ...]]
+    ) -> None:
+        for number, (turn, one, other) in enumerate(zip(request.turns, full, own)):
+            scores = self.scorer(turn, one), self.scorer(turn, other)
+            self.run.free_answers.append(FreeAnswer(number, task, one, other, *scores))
 
 
-def _check_length(loaded: LoadedModel, sample: Sample, decode: int) -> None:
-    """Refuse a sample longer than the model can serve before anything is run."""
-    longest = max(
+@dataclass
+class _Full:
+    """What full attention answered to a request, and the steps recorded on the way, by timeline."""
+
+    answers: list[Answer]
+    forced: list[dict[int, RecordedSteps]] = field(default_factory=list)
+    free: list[dict[int, RecordedSteps]] = field(default_factory=list)
+    free_answers: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def _segment(trace: SampleTrace | None, request: int) -> Segment:
+    return unseen if trace is None else trace.segments(request)
+
+
+def _longest(sample: Sample, decode: int) -> int:
+    """Tokens of the longest timeline of a sample, answers included."""
+    return len(sample.context_ids) + max(
         sum(len(t.question_ids) + max(decode, len(t.reference_ids)) for t in request.turns)
         for request in sample.requests
     )
-    total = len(sample.context_ids) + longest
-    if total > loaded.geometry.max_positions:
-        raise InputError(
-            f"the longest timeline has {total} tokens, the model takes {loaded.geometry.max_positions}",
-            "lower --context, or raise the limit with --rope yarn:4",
-        )
+
+
+def _check(
+    loaded: LoadedModel, samples: list[Sample], plan: Plan, fraction: float, decode: int, offload: str
+) -> None:
+    """Refuse what cannot run, before anything does."""
+    check_budgets([fraction])
+    if plan.policy.evicts:
+        raise InputError(f"policy '{plan.policy.name}' evicts tokens and cannot run live yet")
+    if decode < 1:
+        raise InputError(f"--decode must be at least 1, not {decode}")
+    if offload not in OFFLOAD:
+        raise InputError(f"--offload is {' or '.join(OFFLOAD)}, not '{offload}'")
+    if not any(sample.requests for sample in samples):
+        raise InputError("there was no request to run")
+    for sample in samples:
+        total = _longest(sample, decode)
+        if total > loaded.geometry.max_positions:
+            raise InputError(
+                f"the longest timeline has {total} tokens, the model takes {loaded.geometry.max_positions}",
+                "lower --context, or raise the limit with --rope yarn:4",
+            )

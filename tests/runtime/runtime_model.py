@@ -13,6 +13,7 @@ from kvtune.geometry import ModelGeometry
 from kvtune.models import LoadedModel
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
+from kvtune.workloads import Request, Sample, Turn
 
 CONFIG = LlamaConfig(
     vocab_size=97,
@@ -84,3 +85,21 @@ def loaded_tiny(**geometry: Any) -> LoadedModel:
 def random_ids(n: int, seed: int = 0) -> tuple[int, ...]:
     """``n`` tokens, none of them an end of text."""
     return tuple(torch.randint(3, 97, (n,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+CONTEXT = random_ids(1250, 1)
+SAMPLE = Sample(
+    "tiny",
+    CONTEXT,
+    (
+        Request((Turn("q", random_ids(20, 2), "a", random_ids(5, 3)),
+                 Turn("q", random_ids(9, 4), "a", random_ids(3, 5)))),
+        Request((Turn("q", random_ids(1, 6), None, ()),)),
+    ),
+)  # fmt: skip
+"""Two requests over one context: two turns with references, and one without."""
+
+
+def single(sample: Sample, request: int = 0) -> Sample:
+    """The sample with one of its requests alone."""
+    return dataclasses.replace(sample, requests=(sample.requests[request],))

@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 import torch
-from runtime_model import GEOMETRY, tiny_model
+from runtime_model import CONTEXT, SAMPLE, loaded_tiny, tiny_model
 
-from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
-from kvtune.models import LoadedModel, feed, new_cache
+from kvtune.models import feed, new_cache
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
 from kvtune.runtime import apply_profile, live
 from kvtune.runtime.decoding import full_pass
-from kvtune.workloads import Request, Sample, Turn
+from kvtune.runtime.engine import EngineOptions
+from kvtune.runtime.torch_engine import TorchEngine
 
-GENERATOR = torch.Generator().manual_seed(3)
-
-
-def ids(n):
-    return tuple(torch.randint(3, 97, (n,), generator=GENERATOR).tolist())
-
-
-CONTEXT = ids(1250)
-SAMPLE = Sample(
-    "tiny",
-    CONTEXT,
-    (
-        Request((Turn("q", ids(20), "a", ids(5)), Turn("q", ids(9), "a", ids(3)))),
-        Request((Turn("q", ids(1), None, ()),)),
-    ),
-)
+KEYS = """engine offload notes policy params dense_layers cache_fraction interrupted requests answers
+decode_steps kl delta_nll top1 hit_ratio replayed_hit_ratio replay_equal forecast_hit_ratio truncations
+tokens_per_second full_tokens_per_second prefill_ms index_build_ms step_ms full_step_ms predicted_step_ms
+stages_ms gpu_bytes host_bytes bytes_are score per_turn""".split()
 
 
 @pytest.fixture(scope="module")
 def loaded():
-    return LoadedModel(tiny_model(), None, GEOMETRY, "tiny", "f00d", "")
+    return loaded_tiny()
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +34,14 @@ def document(loaded):
 
 
 def test_document_has_the_stable_keys(document):
-    text = json.dumps(document, allow_nan=False)
-    wanted = {"kl", "delta_nll", "top1", "hit_ratio", "replayed_hit_ratio", "tokens_per_second"}
-    assert wanted | {"full_tokens_per_second"} <= set(json.loads(text))
-    assert set(document["kl"]) == {"mean", "p95"} and set(document["delta_nll"]) == {"mean", "low", "high"}
-    assert document["answers"] == 3 and document["requests"] == 2 and document["decode_steps"] == 24
+    found = json.loads(json.dumps(document, allow_nan=False))
+    assert list(found) == KEYS
+    assert set(found["kl"]) == {"mean", "p95"} and set(found["delta_nll"]) == {"mean", "low", "high"}
+    assert found["answers"] == 3 and found["requests"] == 2 and found["decode_steps"] == 24
+    assert set(found["gpu_bytes"]) == {"cache", "index", "buffers", "steady", "total", "full_kv"}
+    for name in ("step_ms", "full_step_ms"):
+        assert 0 < found[name]["p50"] <= found[name]["p95"]
+    assert found["predicted_step_ms"] is None and found["interrupted"] is False
 
 
 def test_replay_equals_the_live_counters(document):
@@ -82,10 +72,11 @@ def test_dense_layers_alone_equal_full_attention(loaded):
 
 def test_full_pass_forces_the_reference_and_then_follows_the_model(loaded):
     """Teacher-forced logits equal those of one whole forward pass over the same tokens."""
-    session = Session(loaded)
-    session.feed(CONTEXT)
-    answers = full_pass(session, SAMPLE.requests[0], 8)
     turns = SAMPLE.requests[0].turns
+    with TorchEngine(loaded, Plan(get_policy("full")), EngineOptions(0.1, 1400)) as engine:
+        engine.feed([*CONTEXT, *turns[0].question_ids])
+        with engine.full_attention():
+            answers = full_pass(engine, SAMPLE.requests[0], 8)
     assert answers[0].tokens[:5] == turns[0].reference_ids and answers[1].tokens[:3] == turns[1].reference_ids
     assert [len(a.tokens) for a in answers] == [8, 8]
     sequence = [
@@ -109,9 +100,14 @@ def test_bad_input(loaded):
         live(loaded, [SAMPLE], decode=0)
     with pytest.raises(InputError, match="no request"):
         live(loaded, [])
-    short = LoadedModel(loaded.model, None, dataclasses.replace(GEOMETRY, max_positions=100), "t", "f", "")
+    with pytest.raises(InputError, match="unknown engine"):
+        live(loaded, [SAMPLE], engine="warp")
+    with pytest.raises(InputError, match="--offload is none or cpu"):
+        live(loaded, [SAMPLE], offload="disk")
+    with pytest.raises(InputError, match="evicts"):
+        live(loaded, [SAMPLE], "h2o")
     with pytest.raises(InputError, match="longest timeline"):
-        live(short, [SAMPLE])
+        live(loaded_tiny(max_positions=100), [SAMPLE])
 
 
 def exported(path, **changes):

@@ -123,6 +123,13 @@ def test_the_index_handed_out_is_the_callers(loaded):
         assert torch.equal(answer(engine, 0)[0], expected)
 
 
+def most_pages(log, layer):
+    """The most pages that a step of a layer retrieves, over both kv heads."""
+    units = [log.units[0, 0, layer, head] for head in (0, 1)]
+    steps = range(units[0].steps)
+    return max(sum(u.pages[u.offsets[s] : u.offsets[s + 1]].sum() for u in units) for s in steps)
+
+
 def test_bytes_are_counted_by_hand(loaded):
     plan = Plan(get_policy("wave_index", {"retrieval": 0.1, "segment": 512}), dense_layers=(2,))
     with TorchEngine(loaded, plan, OPTIONS) as engine:
@@ -140,15 +147,7 @@ def test_bytes_are_counted_by_hand(loaded):
     assert held.index == 2 * 2 * clusters * (2 * 8 * 4 + 4)
     resident = 4 + 64 + len(ANSWERS[0])
     assert held.steady == 2 * 2 * -(-resident // 8) * 8 * token + 2 * length * token
-    per_step = sum(  # every unit's pages of a step, the most of each layer
-        max(
-            sum(int(log.units[0, 0, layer, head].pages[slice(*log.units[0, 0, layer, head].offsets[s : s + 2])].sum())
-                for head in (0, 1))
-            for s in range(len(ANSWERS[0]))
-        )
-        for layer in (0, 1)
-    )  # fmt: skip
-    assert held.buffers == per_step * 8 * token
+    assert held.buffers == sum(most_pages(log, layer) for layer in (0, 1)) * 8 * token
     assert held.total == held.cache + held.index + held.buffers + held.steady
 
 

@@ -1,0 +1,111 @@
+"""Everything a live run measures, gathered request by request; a report is made of it at any time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvtune.caching import AccessLog, Tally, simulate
+from kvtune.caching.tally import COLD
+from kvtune.runtime.comparison import AnswerComparison
+from kvtune.runtime.engine import Engine, HeldBytes, Timings
+
+UNITS = ("page", "request", "token")
+
+
+@dataclass
+class CachePass:
+    """The block caches of all requests in one kind of pass (forced or free).
+
+    counters     hits and accesses by unit of counting, as the live caches counted them
+    replayed     the simulator's, fed with the live run's own access log
+    forecast     the simulator's, on what the plan would have asked under full attention
+    equal        whether the replay agreed on every single access
+    truncations  blocks dropped because the execution buffer was full
+    """
+
+    fraction: float
+    counters: dict[str, list[int]] = field(default_factory=lambda: {name: [0, 0] for name in UNITS})
+    replayed: Tally = field(default_factory=lambda: Tally.empty(1))
+    forecast: Tally = field(default_factory=lambda: Tally.empty(1))
+    equal: bool = True
+    truncations: int = 0
+
+    def add(self, engine: Engine, unit: tuple[int, int]) -> None:
+        """What the engine's caches did since its last build or rewind; ``unit`` is (sample, timeline)."""
+        for name, (hits, asked) in engine.counters().items():
+            self.counters[name][0] += hits
+            self.counters[name][1] += asked
+        log, masks = engine.access_log(*unit), engine.hit_masks(*unit)
+        self.truncations += sum(int(accesses.truncated.sum()) for _, accesses in log)
+        if not log.units:
+            return
+        (result,) = simulate(log, [self.fraction], "wave", keep_hits=True)
+        self.replayed += result.tally
+        for one, accesses in log:
+            pages = result.units[one].page_hits
+            assert pages is not None
+            first = np.cumsum(accesses.pages) - accesses.pages
+            self.equal = self.equal and pages[first].tolist() == masks[one]
+
+    def add_forecast(self, log: AccessLog) -> None:
+        """Simulate a forecast's accesses."""
+        if log.units:
+            self.forecast += simulate(log, [self.fraction], "wave")[0].tally
+
+    @property
+    def asked(self) -> bool:
+        """Whether the policy asked anything of a cache."""
+        return bool(self.replayed.accesses[COLD].any())
+
+    def live(self) -> dict[str, float | None]:
+        """Hit ratios as the live caches counted them; ``None`` without accesses."""
+        return {name: hits / asked if asked else None for name, (hits, asked) in self.counters.items()}
+
+
+@dataclass(frozen=True)
+class FreeAnswer:
+    """An answer of each side, running free: its tokens and its score (``None``: no reference)."""
+
+    turn: int
+    task: str
+    full: tuple[int, ...]
+    plan: tuple[int, ...]
+    full_score: float | None
+    plan_score: float | None
+
+    @property
+    def diverges_at(self) -> int | None:
+        """The first token in which the answers differ; ``None`` where they are equal."""
+        for at, (one, other) in enumerate(zip(self.full, self.plan)):
+            if one != other:
+                return at
+        return None if len(self.full) == len(self.plan) else min(len(self.full), len(self.plan))
+
+
+@dataclass
+class LiveRun:
+    """What has been measured so far.
+
+    ``prefill`` and ``index_build``: seconds of each sample's dense prefill before its index, and of the
+    index. ``held`` is of the longest sequence. ``interrupted``: the user stopped the run.
+    """
+
+    forced: CachePass
+    free: CachePass
+    answers: list[AnswerComparison] = field(default_factory=list)
+    free_answers: list[FreeAnswer] = field(default_factory=list)
+    requests: int = 0
+    prefill: list[float] = field(default_factory=list)
+    index_build: list[float] = field(default_factory=list)
+    held: HeldBytes | None = None
+    timings: Timings = field(default_factory=Timings)
+    engine: dict[str, Any] = field(default_factory=dict)
+    interrupted: bool = False
+
+    def hold(self, held: HeldBytes) -> None:
+        """Keep the bytes of the longest sequence."""
+        if self.held is None or held.full_kv > self.held.full_kv:
+            self.held = held
