@@ -24,6 +24,7 @@ LABELS = {
     "fetch": "miss transfer",
     "attend": "exact attention and merge",
     "update": "cache scatter",
+    "append": "new key and value",
     "fixed": "fixed, by layer",
     "projections": "projections and MLP",
     "launches": "launches",

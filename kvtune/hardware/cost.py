@@ -1,6 +1,6 @@
 """The time of a decode step: DESIGN's formula, every term named.
 
-Per layer ``scan + choose + id_copy + max(estimate, lookup + fetch) + attend + update + fixed``;
+Per layer ``scan + choose + id_copy + max(estimate, lookup + fetch) + attend + update + append + fixed``;
 ``step = Σ layers + projections + launches``. A stage that was fitted on the machine costs what its fit says;
 one that was not costs its bytes at the bandwidth that serves it, and the start of one kernel.
 """
@@ -21,10 +21,10 @@ Offload = Literal["cpu", "none"]
 Resource = Literal["device memory", "PCIe", "compute", "launch"]
 
 TERMS = (
-    "scan", "choose", "id_copy", "estimate", "lookup", "fetch", "attend", "update",
+    "scan", "choose", "id_copy", "estimate", "lookup", "fetch", "attend", "update", "append",
     "fixed", "projections", "launches",
 )  # fmt: skip
-"""In the order of the formula. The first eight are stages of one layer's attention."""
+"""In the order of the formula. The first nine are stages of one layer's attention."""
 
 PRODUCTS_PER_LAYER = 7
 """Matrix products of a decoder layer that are launched one by one: q, k, v, o, gate, up, down."""
@@ -207,11 +207,13 @@ def stage_features(
     - scan: the index; choose: a float32 logit of every block and query head, written and read; id_copy: an
       int32 of every exact token, read and written; estimate: value sums and sizes; lookup: none;
       fetch: the missed pages; update: the same, read and written; attend: the exact pages (and the
-      estimates with ``estimation`` ``in_attend``: then there is no stage estimate).
+      estimates with ``estimation`` ``in_attend``: then there is no stage estimate); append: the new token's
+      key and value, read and written.
     - entries: of choose, the blocks that a kv head ranks; of lookup, those that it looks up.
     """
+    append = Features(2.0 * batch * layer.token_bytes * layer.n_kv_heads)
     if traffic.dense:
-        return {"attend": Features(batch * traffic.exact_bytes)}
+        return {"attend": Features(batch * traffic.exact_bytes), "append": append}
     found = {}
     exact = traffic.exact_bytes
     row = layer.head_dim * layer.item_bytes
@@ -229,8 +231,7 @@ def stage_features(
         found["lookup"] = Features(0.0, traffic.blocks / layer.n_kv_heads)
         found["fetch"] = Features(batch * traffic.missed_bytes)
         found["update"] = Features(2 * batch * traffic.missed_bytes)
-    found["attend"] = Features(batch * exact)
-    return found
+    return {**found, "attend": Features(batch * exact), "append": append}
 
 
 def check_offload(hardware: Hardware, offload: str) -> None:
@@ -247,7 +248,7 @@ def _stage(
 ) -> Term:
     """The fitted stage, or its bytes at the bandwidth that serves it and the start of a kernel."""
     resource: Resource = "PCIe" if name == "fetch" else "device memory"
-    fitted = hardware.stages.get("full" if dense else name)
+    fitted = hardware.stages.get("full" if dense and name == "attend" else name)
     if fitted is not None:
         latency = fitted.latency(features.entries)
         return Term(fitted.seconds(features.bytes, features.entries), latency, features.bytes, resource)
@@ -262,10 +263,10 @@ def _stage(
 def _bandwidth(hardware: Hardware, layer: LayerInfo, name: str, offload: Offload, dense: bool) -> float:
     """Device memory as the stage reads it: in one piece, copied, or rows and pages at random places."""
     memory = hardware.device_memory
+    if name in ("id_copy", "update", "append"):
+        return memory.copy_bytes_per_second
     if dense or name in ("scan", "choose"):
         return memory.read_bytes_per_second
-    if name in ("id_copy", "update"):
-        return memory.copy_bytes_per_second
     row = layer.head_dim * layer.item_bytes
     if name == "attend" and offload == "cpu":
         return hardware.gather_rate(layer.page_bytes / 2)  # a page is 8 keys in a row, then 8 values

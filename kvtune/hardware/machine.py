@@ -18,7 +18,9 @@ Count = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
-StageName = Literal["scan", "choose", "id_copy", "estimate", "lookup", "fetch", "attend", "update", "full"]
+StageName = Literal[
+    "scan", "choose", "id_copy", "estimate", "lookup", "fetch", "attend", "update", "append", "full"
+]
 
 
 class Strict(BaseModel):
@@ -143,6 +145,7 @@ class Stages(Strict):
     fetch     missed pages over PCIe
     attend    attention over exact rows, and the merge
     update    missed pages into the cache
+    append    the new token's key and value into their place
     full      full attention of a dense layer
 
     ``estimation`` says where estimates are made: ``beside_fetch`` (they hide behind lookup and fetch, or
@@ -159,6 +162,7 @@ class Stages(Strict):
     fetch: Stage | None = None
     attend: Stage | None = None
     update: Stage | None = None
+    append: Stage | None = None
     full: Stage | None = None
 
     def get(self, name: str) -> Stage | None:

@@ -98,8 +98,8 @@ def test_the_table_and_the_closing_sentence(clustered_trace, capsys):
     terms = [line.strip() for line in lines[header + 2 : lines.index("", header)]]
     assert [line.split("  ")[0] for line in terms] == [
         "index scan", "top-k", "id copy", "estimation", "cache lookup", "miss transfer",
-        "exact attention and merge", "cache scatter", "fixed, by layer", "projections and MLP", "launches",
-        "side by side with another term", "step",
+        "exact attention and merge", "cache scatter", "new key and value", "fixed, by layer",
+        "projections and MLP", "launches", "side by side with another term", "step",
     ]  # fmt: skip
     closing = lines[-2]
     assert closing.startswith("Launch bounds the step (") and "full attention would take" in closing

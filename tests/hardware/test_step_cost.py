@@ -29,8 +29,9 @@ def test_a_step_by_hand():
     fetch = node + (100 + (12e6 - 1e6) / 99e6 * 4900) * US
     attend = node + 4 * 2_560_000 / 5e11  # a page's eight keys: 256 bytes
     update = node + 2 * 4 * 3_000_000 / 8e11
-    sparse = scan + choose + id_copy + max(estimate, lookup + fetch) + attend + update + 10 * US
-    dense = node + 4 * 50_000 / 1e12 + 10 * US
+    append = node + 2 * 4 * 2 * 64 / 8e11
+    sparse = scan + choose + id_copy + max(estimate, lookup + fetch) + attend + update + append + 10 * US
+    dense = node + 4 * 50_000 / 1e12 + append + 10 * US
     projections = max(5e8 / 1e12, 2 * 4 * 2.5e8 / 1e14)
     launches = (7 * 3 + 1) * node
     assert cost.seconds == pytest.approx(2 * sparse + dense + projections + launches, rel=1e-12)
@@ -39,7 +40,8 @@ def test_a_step_by_hand():
     expected = {
         "scan": 2 * scan, "choose": 2 * choose, "id_copy": 2 * id_copy, "estimate": 2 * estimate,
         "lookup": 2 * lookup, "fetch": 2 * fetch, "attend": 2 * attend + node + 4 * 50_000 / 1e12,
-        "update": 2 * update, "fixed": 30 * US, "projections": projections, "launches": launches,
+        "update": 2 * update, "append": 3 * append, "fixed": 30 * US,
+        "projections": projections, "launches": launches,
     }  # fmt: skip
     document = cost.to_dict()
     assert document["terms"] == pytest.approx({name: 1e3 * value for name, value in expected.items()})
@@ -72,7 +74,7 @@ def test_estimates_made_by_the_attention_are_in_its_term():
 
 def test_kept_on_the_device_nothing_is_looked_up_or_fetched():
     terms = layer_cost(machine(), GEOMETRY.layer(0), SPARSE, offload="none").terms
-    assert set(terms) == {"scan", "choose", "id_copy", "estimate", "attend", "fixed"}
+    assert set(terms) == {"scan", "choose", "id_copy", "estimate", "attend", "append", "fixed"}
     assert terms["attend"].seconds == pytest.approx(2 * US + 2_560_000 / 2.5e11)  # rows, not pages
     assert step_cost(machine(), GEOMETRY, TRAFFIC, offload="none").hidden == 0
 
@@ -175,7 +177,7 @@ def test_without_graphs_a_kernel_is_a_launch():
 
 def test_stages_that_have_nothing_to_do_do_not_occur():
     layer = GEOMETRY.layer(0)
-    assert set(stage_features(layer, LayerTraffic(exact_bytes=100.0), 1, "cpu")) == {"attend"}
+    assert set(stage_features(layer, LayerTraffic(exact_bytes=100.0), 1, "cpu")) == {"attend", "append"}
     assert stage_features(layer, DENSE, 3, "cpu")["attend"].bytes == 150_000
 
 
