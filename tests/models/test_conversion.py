@@ -13,8 +13,9 @@ from safetensors import SafetensorError
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvtune.errors import InputError, RunError
-from kvtune.models import conversion, find_model, load_model, load_tokenizer
-from kvtune.models.conversion import cache_folder, convert, converted_folder, is_converted
+from kvtune.models import cache, conversion, find_model, load_model, load_tokenizer
+from kvtune.models.cache import cache_folder
+from kvtune.models.conversion import convert, converted_folder, is_converted
 
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
 NAMES = {
@@ -174,10 +175,10 @@ def test_a_race_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_gguf(tmp_path / "toy.gguf")
     tokenizer = conversion._tokenizer
 
-    def slower(path: Path, splitting: str) -> Any:
+    def slower(path: Path, reader: Any) -> Any:
         monkeypatch.setattr(conversion, "_tokenizer", tokenizer)
         convert(path)
-        return tokenizer(path, splitting)
+        return tokenizer(path, reader)
 
     monkeypatch.setattr(conversion, "_tokenizer", slower)
     folder = convert(tmp_path / "toy.gguf")
@@ -215,7 +216,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path):
 def test_the_cache_is_where_the_platform_has_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("KVTUNE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(conversion.sys, "platform", "linux")
+    monkeypatch.setattr(cache.sys, "platform", "linux")
     assert cache_folder() == tmp_path / "kvtune"
-    monkeypatch.setattr(conversion.sys, "platform", "darwin")
+    monkeypatch.setattr(cache.sys, "platform", "darwin")
     assert cache_folder() == Path("~/Library/Caches/kvtune").expanduser()
