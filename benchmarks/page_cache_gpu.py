@@ -2,10 +2,11 @@
 
 Units are kv heads of sequences of about 131,072 tokens: 8,192 ragged clusters of 16 tokens on average,
 keys and values of 128 bf16 items in pinned host memory, 147 clusters asked for a step, an execution buffer
-of 1,176 pages. A step asks again for a share of the step before and for clusters not asked for in a long while; the
-miss share given is the one measured, in pages. Times are of CUDA graphs of 128 different steps; the fetch
-is what a graph with it takes beyond one without. Peers: one copy of as many bytes that lie together in
-pinned memory (what the bus can do), and the rows gathered by the host, copied and spread on the device.
+of 1,176 pages. A step asks again for a share of the step before and for clusters not asked for in a long
+while; the miss share given is the one measured, in pages. Times are of CUDA graphs of 128 different steps;
+the fetch is what a graph with it takes beyond one without. Peers: one copy of as many bytes that lie
+together in pinned memory (what the bus can do), and the rows gathered by the host, copied and spread on the
+device.
 
 Run from the repository root: ``PYTHONPATH=. python benchmarks/page_cache_gpu.py``.
 """
