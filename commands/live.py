@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtune.commands.live_output import show_run, show_sweep
 from kvtune.commands.options import (
     Context,
     Device,
     Dtype,
     JsonFlag,
+    OutPath,
+    Overwrite,
     Prompts,
     QuietFlag,
     Requests,
@@ -22,13 +27,16 @@ from kvtune.commands.options import (
     Task,
     Turns,
     parse_settings,
+    parse_sweep,
+    refuse_given,
 )
-from kvtune.commands.output import Output, cell
+from kvtune.commands.output import Output
 from kvtune.errors import InputError
 
 if TYPE_CHECKING:
     from kvtune.models import LoadedModel
     from kvtune.policies.plan import Plan
+    from kvtune.workloads import Sample, Workload
 
 DEFAULT_CACHE = 0.05
 
@@ -53,53 +61,182 @@ def live(
     requests: Requests = 1,
     turns: Turns = None,
     decode: Annotated[
-        int, typer.Option("--decode", help="Forced answer tokens of each turn, at least.")
+        int, typer.Option("--decode", help="Answer tokens of each turn: forced at least, free at most.")
     ] = 32,
+    free: Annotated[
+        bool | None,
+        typer.Option(
+            "--free/--no-free", help="Run free too, for scores and drift (default: not in a sweep)."
+        ),
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="What decodes: auto, or an engine by name, like torch.")
+    ] = "auto",
+    offload: Annotated[
+        str, typer.Option("--offload", help="Where keys and values outside the cache live: none or cpu.")
+    ] = "none",
+    record: Annotated[
+        Path | None, typer.Option("--record", help="Keep what the run saw as a trace in this folder.")
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            "--sweep",
+            metavar="NAME=V1,V2",
+            help="Run at each value of 'budget' (the policy's own), 'cache' (the fraction) or a parameter.",
+        ),
+    ] = None,
     rope: RopeOption = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     seed: Seed = 0,
+    out: OutPath = None,
+    overwrite: Overwrite = False,
     json: JsonFlag = False,
     quiet: QuietFlag = False,
 ) -> None:
     """Decode for real under a policy with a block cache; report quality and hits beside the simulator's.
 
-    Answers are forced to the same tokens with full attention and with the policy.
+    Answers are forced to the same tokens with full attention and with the policy; then both run free.
+    With several requests, a context's index is built once and each request goes on from there.
     """
     if profile is not None and (policy is not None or set_):
         raise InputError("--profile and --policy/--set exclude each other")
     if task is not None and prompts is not None:
         raise InputError("--task and --prompts exclude each other")
+    if sweep is None:
+        refuse_given({"out": out}, "--sweep")
+    elif record is not None:
+        raise InputError("--record and --sweep exclude each other")
+    swept = None if sweep is None else parse_sweep(sweep)
     settings = parse_settings(set_)
     output = Output(json=json, quiet=quiet)
 
-    import kvtune
     from kvtune.capturing import CaptureOptions
-    from kvtune.models import load_model
     from kvtune.policies import get_policy
     from kvtune.policies.plan import Plan
     from kvtune.workloads import PromptFile, get_workload
 
     plan = Plan(get_policy(policy or "wave_index", settings))
     workload = PromptFile(prompts) if prompts else get_workload(task or "niah_single")
-    options = CaptureOptions(context=context, samples=samples, requests=requests, turns=turns, decode=decode)
-    count, n_turns = options.counts(workload)
-    loaded = load_model(model, device, dtype, rope, progress=output.progress)
-    made = list(workload.samples(loaded.tokenizer, context, count, n_turns, requests, seed))
+    wanted = CaptureOptions(context=context, samples=samples, requests=requests, turns=turns, decode=decode)
+    loaded, made = _load(model, workload, wanted, rope, device, dtype, seed, output)
     if profile is not None:
         longest = max(len(s.context_ids) + len(s.requests[0].turns[0].question_ids) for s in made)
         plan, own_cache = _profile_plan(profile, loaded, longest, output)
         cache = own_cache if cache is None else cache
-    document = kvtune.live(
-        loaded,
-        made,
-        plan,
-        cache_fraction=DEFAULT_CACHE if cache is None else cache,
-        decode=decode,
-        seed=seed,
-        progress=output.progress,
-    )
-    output.result(document, lambda shown: _human(shown, document))
+    run = _Run(loaded, made, workload, plan, DEFAULT_CACHE if cache is None else cache, output)
+    options = {"decode": decode, "seed": seed, "engine": engine, "offload": offload}
+    if swept is not None:
+        folder = out or Path(f"{plan.policy.name}.sweep")
+        run.sweep(*swept, folder, overwrite, {**options, "free": bool(free)})
+    else:
+        run.live(record, overwrite, {**options, "free": free is not False})
+
+
+@dataclass
+class _Run:
+    """What is run, however often."""
+
+    loaded: LoadedModel
+    samples: list[Sample]
+    workload: Workload
+    plan: Plan
+    cache: float
+    output: Output
+
+    def live(self, record: Path | None, overwrite: bool, options: dict[str, Any]) -> None:
+        """One run, recorded where asked."""
+        import kvtune
+        from kvtune.runtime.live_trace import LiveTrace
+
+        trace = None
+        if record is not None:
+            trace = LiveTrace(
+                record,
+                self.loaded,
+                self.samples,
+                self.plan,
+                cache_fraction=self.cache,
+                decode=options["decode"],
+                workload=self.workload.name,
+                seed=options["seed"],
+                overwrite=overwrite,
+            )
+        document = kvtune.live(
+            self.loaded, self.samples, self.plan, **self._shared(), record=trace, **options
+        )
+        self._finish(document, show_run)
+        if record is not None:
+            self.output.closing(record, f"kvtune analyze {shlex.quote(str(record))}")
+        _exit_if_interrupted(document)
+
+    def sweep(
+        self, name: str, values: list[Any], folder: Path, overwrite: bool, options: dict[str, Any]
+    ) -> None:
+        """A run at each value, and the page of curves."""
+        from kvtune.runtime.sweep import PAGE, sweep
+
+        document = sweep(
+            self.loaded,
+            self.samples,
+            self.plan,
+            name,
+            values,
+            **self._shared(),
+            out=folder,
+            overwrite=overwrite,
+            **options,
+        )
+        document["files"] = {"page": str(folder / PAGE)}
+        self._finish(document, show_sweep)
+        self.output.closing(folder, None)
+        _exit_if_interrupted(document)
+
+    def _shared(self) -> dict[str, Any]:
+        return {
+            "cache_fraction": self.cache,
+            "workload": self.workload,
+            "progress": self.output.progress,
+        }
+
+    def _finish(self, document: dict[str, Any], show: Any) -> None:
+        for note in document["notes"]:
+            self.output.note(note)
+        self.output.result(document, lambda shown: show(shown, document))
+
+
+def _exit_if_interrupted(document: dict[str, Any]) -> None:
+    if document["interrupted"]:
+        interruption = KeyboardInterrupt()
+        interruption.add_note("the answers finished so far are reported")
+        raise interruption
+
+
+def _load(
+    model: str,
+    workload: Workload,
+    wanted: Any,
+    rope: str | None,
+    device: str,
+    dtype: str,
+    seed: int,
+    output: Output,
+) -> tuple[LoadedModel, list[Sample]]:
+    """The model and the samples; all that can be refused is, before the weights are read."""
+    from kvtune.models import Rope, choose_device, load_model, open_model
+    from kvtune.runtime.live import check_samples, longest_timeline
+    from kvtune.runtime.room import check_room
+
+    place = choose_device(device)
+    opened = open_model(model, output.progress)
+    count, turns = wanted.counts(workload)
+    made = list(workload.samples(opened.tokenizer, wanted.context, count, turns, wanted.requests, seed))
+    longest = longest_timeline(made, wanted.decode)
+    chosen = Rope(rope, longest)
+    check_samples(opened.geometry("float32", chosen), made, wanted.decode)
+    check_room(opened, chosen, dtype, place, longest)
+    return load_model(opened, device, dtype, chosen), made
 
 
 def _profile_plan(path: Path, loaded: LoadedModel, context: int, output: Output) -> tuple[Plan, float | None]:
@@ -116,37 +253,3 @@ def _profile_plan(path: Path, loaded: LoadedModel, context: int, output: Output)
             f"the profile was tuned for {span.min:,} to {span.max:,} tokens, this prompt has {context:,}"
         )
     return plan_of(resolved), profile.cache.fraction if profile.cache else None
-
-
-def _human(output: Output, document: dict[str, Any]) -> None:
-    output.line(
-        f"{document['policy']}: {document['answers']} answers, {document['decode_steps']} decode steps, "
-        f"cache of {document['cache_fraction']:.1%} of the context"
-    )
-    nll, kl = document["delta_nll"], document["kl"]
-    interval = "" if nll["low"] is None else f" [{cell(nll['low'])}, {cell(nll['high'])}]"
-    hits, replayed = document["hit_ratio"], document["replayed_hit_ratio"]
-    rows = [
-        ["KL to full attention, mean", kl["mean"], "nats per step; 0 is lossless"],
-        ["KL, 95th percentile", kl["p95"], ""],
-        ["ΔNLL of the forced answers", f"{cell(nll['mean'])}{interval}", "nats per token; above 0 is worse"],
-        ["top-1 agreement", f"{document['top1']:.1%}", "same most likely token"],
-        [
-            "page hit ratio, live",
-            hits["page"],
-            f"request {cell(hits['request'])}, token {cell(hits['token'])}",
-        ],
-        ["page hit ratio, simulated", replayed["page"], _replay_line(document["replay_equal"])],
-        ["decode speed", f"{document['tokens_per_second']:.1f} tokens/s", _speed_line(document)],
-    ]
-    output.table(["measure", "value", "note"], rows)
-
-
-def _replay_line(equal: bool | None) -> str:
-    if equal is None:
-        return "the policy asks nothing of a cache"
-    return "replay of the same accesses: equal" if equal else "replay of the same accesses: NOT EQUAL"
-
-
-def _speed_line(document: dict[str, Any]) -> str:
-    return f"full attention {document['full_tokens_per_second']:.1f}; the CPU path is not built for speed"

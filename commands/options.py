@@ -104,6 +104,18 @@ def parse_fractions(text: str, option: str) -> list[float]:
     return sorted(fractions)
 
 
+def parse_sweep(text: str) -> tuple[str, list[Any]]:
+    """``budget=0.01,0.02`` as a name and its values, in the order given, each once.
+
+    Raises ``InputError`` for text that is not ``name=value,value``.
+    """
+    name, equals, values = (piece.strip() for piece in text.partition("="))
+    pieces = [piece.strip() for piece in values.split(",")]
+    if not name or not equals or not all(pieces):
+        raise InputError(f"--sweep '{text}' is not NAME=V1,V2", "write it like --sweep budget=0.01,0.02,0.05")
+    return name, list(dict.fromkeys(_scalar(piece) for piece in pieces))
+
+
 def _is_index(text: str) -> bool:
     return text.isascii() and text.isdigit()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
@@ -151,6 +158,13 @@ def crop(cache: DynamicCache, length: int) -> None:
     surplus = cache.get_seq_length() - length
     if surplus > 0:
         cache.crop(-surplus)
+
+
+def count_parameters(config: Any) -> int:
+    """Weights of a causal language model of this configuration (tied ones once); nothing is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:

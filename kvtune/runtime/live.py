@@ -10,6 +10,7 @@ from typing import Any
 
 from kvtune.caching import check_budgets
 from kvtune.errors import InputError
+from kvtune.geometry import ModelGeometry
 from kvtune.models import LoadedModel
 from kvtune.policies import get_policy
 from kvtune.policies.base import Policy
@@ -75,9 +76,12 @@ def live(
     """
     chosen = as_plan(get_policy(plan) if isinstance(plan, str) else plan)
     given = list(samples)
-    _check(loaded, given, chosen, cache_fraction, decode, offload)
-    longest = max((_longest(sample, decode) for sample in given), default=0)
-    opened = open_engine(engine, loaded, chosen, EngineOptions(cache_fraction, longest, offload))
+    _check(chosen, cache_fraction, offload)
+    check_samples(loaded.geometry, given, decode)
+    wanted = EngineOptions(cache_fraction, longest_timeline(given, decode), offload)
+    opened = open_engine(engine, loaded, chosen, wanted)
+    if record is not None:
+        record.begin()
     run = LiveRun(CachePass(cache_fraction), CachePass(cache_fraction), timings=opened.timings)
     runner = _Runner(opened, run, decode, free, forecast, Scorer(loaded, workload), record)
     total = sum(len(sample.requests) for sample in given)
@@ -199,31 +203,37 @@ def _segment(trace: SampleTrace | None, request: int) -> Segment:
     return unseen if trace is None else trace.segments(request)
 
 
-def _longest(sample: Sample, decode: int) -> int:
-    """Tokens of the longest timeline of a sample, answers included."""
-    return len(sample.context_ids) + max(
-        sum(len(t.question_ids) + max(decode, len(t.reference_ids)) for t in request.turns)
-        for request in sample.requests
+def longest_timeline(samples: Iterable[Sample], decode: int) -> int:
+    """Tokens of the longest timeline, answers included; 0 without requests."""
+    return max(
+        (
+            len(sample.context_ids)
+            + sum(len(turn.question_ids) + max(decode, len(turn.reference_ids)) for turn in request.turns)
+            for sample in samples
+            for request in sample.requests
+        ),
+        default=0,
     )
 
 
-def _check(
-    loaded: LoadedModel, samples: list[Sample], plan: Plan, fraction: float, decode: int, offload: str
-) -> None:
-    """Refuse what cannot run, before anything does."""
+def check_samples(geometry: ModelGeometry, samples: list[Sample], decode: int) -> None:
+    """``InputError`` where there is nothing to run, or a timeline longer than the model can serve."""
+    if decode < 1:
+        raise InputError(f"--decode must be at least 1, not {decode}")
+    longest = longest_timeline(samples, decode)
+    if not longest:
+        raise InputError("there was no request to run")
+    if longest > geometry.max_positions:
+        raise InputError(
+            f"the longest timeline has {longest} tokens, the model takes {geometry.max_positions}",
+            "lower --context, or raise the limit with --rope yarn:4",
+        )
+
+
+def _check(plan: Plan, fraction: float, offload: str) -> None:
+    """Refuse settings that cannot run, before anything does."""
     check_budgets([fraction])
     if plan.policy.evicts:
         raise InputError(f"policy '{plan.policy.name}' evicts tokens and cannot run live yet")
-    if decode < 1:
-        raise InputError(f"--decode must be at least 1, not {decode}")
     if offload not in OFFLOAD:
         raise InputError(f"--offload is {' or '.join(OFFLOAD)}, not '{offload}'")
-    if not any(sample.requests for sample in samples):
-        raise InputError("there was no request to run")
-    for sample in samples:
-        total = _longest(sample, decode)
-        if total > loaded.geometry.max_positions:
-            raise InputError(
-                f"the longest timeline has {total} tokens, the model takes {loaded.geometry.max_positions}",
-                "lower --context, or raise the limit with --rope yarn:4",
-            )

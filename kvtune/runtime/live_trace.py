@@ -33,7 +33,7 @@ class LiveTrace:
 
     The manifest's ``approximated`` names the policy, its parameters and the cache fraction; all else is as in
     a capture with forced answers that stay in the conversation. ``overwrite`` replaces a trace that is there.
-    Raises ``InputError`` if the folder may not be written.
+    Nothing is written before :meth:`begin`.
     """
 
     def __init__(
@@ -57,18 +57,23 @@ class LiveTrace:
             "overrides": {str(layer): dict(own) for layer, own in plan.overrides.items()},
             "cache_fraction": cache_fraction,
         }
-        self._loaded = loaded
-        self._writer = TraceWriter(path, header, overwrite=overwrite)
+        self._path, self._header, self._overwrite = path, header, overwrite
+        self._writer: TraceWriter | None = None
+
+    def begin(self) -> None:
+        """Make the folder. Raises ``InputError`` if it may not be written."""
+        self._writer = TraceWriter(self._path, self._header, overwrite=self._overwrite)
 
     @contextmanager
     def sample(self, number: int, engine: Engine) -> Iterator[SampleTrace]:
         """Write a sample; it is there once the body ends, and not if the body raises."""
+        assert self._writer is not None, "begin() comes first"
         with self._writer.sample(number) as writer:
             yield SampleTrace(engine, writer)
 
     def finish(self) -> None:
         """Complete the trace with the samples that are whole (none: it stays unfinished)."""
-        if self._writer.completed:
+        if self._writer is not None and self._writer.completed:
             self._writer.finish()
 
 

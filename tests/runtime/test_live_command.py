@@ -1,0 +1,158 @@
+"""``kvtune live`` on the command line, on a tiny model in a folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_model, tiny_tokenizer
+
+from kvtune.commands.app import run
+from kvtune.commands.options import parse_sweep
+from kvtune.errors import InputError
+from kvtune.runtime.torch_engine import TorchEngine
+from kvtune.traces import open_trace
+
+Ran = namedtuple("Ran", "exit_code out err")
+
+
+@pytest.fixture
+def cli(capsys):
+    def call(*arguments):
+        capsys.readouterr()
+        before = dict(os.environ)
+        try:
+            exit_code = run([str(argument) for argument in arguments])
+        finally:
+            logging.disable(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(before)
+        return Ran(exit_code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    """Two prompts of 60 words with a reference each."""
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    words = [" ".join(f"w{3 + (7 * n + s) % 90}" for n in range(60)) for s in (0, 1)]
+    file.write_text("".join(json.dumps({"prompt": w, "reference": "w5 w9"}) + "\n" for w in words))
+    return file
+
+
+@pytest.fixture
+def live(cli, model, prompts):
+    """``live("--decode", 3)`` on both prompts under Quest, which selects among 60 tokens."""
+    fixed = ("--prompts", prompts, "--policy", "quest", "--set", "token_budget=24", "--set", "page_size=8")
+    return lambda *arguments: cli("live", model, *fixed, "--decode", 3, *arguments)
+
+
+def test_people_read_measured_beside_predicted(live):
+    ran = live("--cache-fraction", 0.3)
+    assert ran.exit_code == 0, ran.err
+    for words in (
+        "torch engine",
+        "predicted",
+        "full attention",
+        "page hit ratio, free",
+        "equal",
+        "GPU bytes",
+    ):
+        assert words in ran.out
+
+
+def test_json_is_the_document(live):
+    ran = live("--json", "--no-free", "--offload", "cpu")
+    document = json.loads(ran.out)
+    assert document["engine"] == "torch" and document["offload"] == "none" and document["requests"] == 2
+    assert document["forecast_hit_ratio"]["free"] is None
+    assert "--offload cpu has no effect" in ran.err and document["notes"]
+
+
+def test_turns_and_scores_are_shown(cli, live, prompts, tmp_path):
+    ran = live("--json")
+    (score,) = json.loads(ran.out)["score"].values()
+    assert score["n"] == 2 and score["note"]
+    assert "score of" in live().out
+
+
+def test_record_writes_a_trace_to_analyse(live, cli, tmp_path):
+    ran = live("--record", tmp_path / "t")
+    assert ran.exit_code == 0 and f"next: kvtune analyze {tmp_path / 't'}" in ran.out, ran.err
+    trace = open_trace(tmp_path / "t", verify=True)
+    assert trace.manifest["approximated"]["parameters"]["token_budget"] == 24
+    assert cli("analyze", tmp_path / "t").exit_code == 0
+    assert live("--record", tmp_path / "t").exit_code == 2
+    assert live("--record", tmp_path / "t", "--overwrite").exit_code == 0
+
+
+def test_sweep_writes_curves(live, tmp_path):
+    ran = live("--sweep", "budget=24,40", "--out", tmp_path / "s")
+    assert ran.exit_code == 0 and "token_budget" in ran.out and "predicted" in ran.out, ran.err
+    assert (tmp_path / "s" / "sweep.html").is_file()
+    ran = live("--sweep", "cache=0.1,0.5", "--out", tmp_path / "c", "--json")
+    document = json.loads(ran.out)
+    assert [row["value"] for row in document["rows"]] == [0.1, 0.5]
+    assert document["files"]["page"] == str(tmp_path / "c" / "sweep.html")
+    assert live("--sweep", "cache=0.1", "--out", tmp_path / "c").exit_code == 2
+
+
+def test_an_interruption_is_130_with_what_is_done(live, monkeypatch):
+    step, steps = TorchEngine.step, []
+
+    def stopped(self, token):
+        steps.append(token)
+        if self.timings.index_build and len(steps) > 30:
+            raise KeyboardInterrupt
+        return step(self, token)
+
+    monkeypatch.setattr(TorchEngine, "step", stopped)
+    ran = live("--json", "--no-free", "--decode", 10)
+    assert ran.exit_code == 130
+    document = json.loads(ran.out)
+    assert document["interrupted"] is True and document["answers"] == 1
+    assert "answers finished so far" in ran.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--engine", "warp"), "unknown engine 'warp'"),
+        (("--engine", "warp", "--record", "x"), "unknown engine 'warp'"),
+        (("--offload", "disk"), "--offload is none or cpu"),
+        (("--device", "cuda:77"), "not available here"),
+        (("--out", "x"), "--out goes with --sweep"),
+        (("--sweep", "budget"), "is not NAME=V1,V2"),
+        (("--sweep", "budget=1,,2"), "is not NAME=V1,V2"),
+        (("--sweep", "colour=1,2"), "unknown parameter"),
+        (("--sweep", "budget=24", "--record", "x"), "exclude each other"),
+        (("--decode", 0), "--decode must be at least 1"),
+        (("--decode", 400), "longest timeline"),
+        (("--cache-fraction", 2), "outside"),
+    ],
+)
+def test_bad_input_is_one_sentence(live, tmp_path, monkeypatch, arguments, said):
+    monkeypatch.chdir(tmp_path)
+    ran = live(*arguments)
+    assert ran.exit_code == 2 and ran.out == "" and said in ran.err
+    assert ran.err.startswith("error: ") and len(ran.err.splitlines()) <= 2
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_sweep_is_read_as_name_and_values():
+    assert parse_sweep("budget = 0.01, 2,all, 2") == ("budget", [0.01, 2, "all"])
+    with pytest.raises(InputError):
+        parse_sweep("=1")
