@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from runtime_model import LIVE, live_plan, loaded_tiny, random_ids
 
 from kvtune.caching import simulate
@@ -63,6 +65,61 @@ def test_requests_over_one_context_do_not_meet(loaded, case):
             assert same_logs(log, alone[request][1])
             assert hits == alone[request][2] and counters == alone[request][3]
         assert len(engine.timings.index_build) == 1
+
+
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.integers(3, 96)),
+        st.tuples(st.just("feed"), st.lists(st.integers(3, 96), min_size=1, max_size=9)),
+        st.tuples(st.just("full"), st.lists(st.integers(3, 96), min_size=1, max_size=3)),
+        st.tuples(st.sampled_from(["mark", "rewind"]), st.integers(0, 3)),
+    ),
+    max_size=14,
+)
+
+
+def play(engine, path):
+    """Run ``path`` (feeds and steps) from a fresh prompt, and what one more step says."""
+    engine.start()
+    engine.feed(CONTEXT[:70])
+    engine.build()
+    for name, argument in path:
+        (engine.step if name == "step" else engine.feed)(argument)
+    return engine.step(50), engine.access_log()
+
+
+@settings(max_examples=25)
+@given(operations=OPERATIONS)
+@pytest.mark.parametrize("case", ["quest_small", "ctkvr_dynamic", "clusterkv"])
+def test_going_back_is_as_if_the_branch_had_never_been(loaded, case, operations):
+    """Whatever was fed, decoded, marked and forgotten: what counts is the path that is left."""
+    small = {"quest_small": ("quest", {"token_budget": 24, "page_size": 8})}
+    plan = Plan(get_policy(*small[case])) if case in small else live_plan(case)
+    with TorchEngine(loaded, plan, EngineOptions(0.2, 80)) as engine:
+        engine.feed(CONTEXT[:70])
+        engine.build()
+        path: list[tuple[str, object]] = []
+        marks = [(engine.mark(), [])]
+        for name, argument in operations:
+            if name == "mark":
+                marks.append((engine.mark(), list(path)))
+            elif name == "rewind":
+                mark, there = marks[argument % len(marks)]
+                engine.rewind(mark)
+                # Behind an earlier place, later ones are gone.
+                path, marks = list(there), marks[: argument % len(marks) + 1]
+            elif name == "full":
+                here = engine.mark()
+                with engine.full_attention():
+                    for token in argument:
+                        engine.step(token)
+                engine.rewind(here)
+            else:
+                (engine.step if name == "step" else engine.feed)(argument)
+                path.append((name, argument))
+        found, log = engine.step(50), engine.access_log()
+        expected, wanted = play(engine, path)
+    assert torch.equal(found, expected) and same_logs(log, wanted)
 
 
 def test_full_attention_is_the_models_own_and_leaves_no_trace(loaded):
