@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvtune.analysis.recall import recalls
 from kvtune.attention import (
     attention_scores,
     estimation_zone,
@@ -29,7 +30,6 @@ from kvtune.traces import Timeline, TimelineLayer, Trace
 STEP_CHUNK = 32
 """Recorded steps evaluated at once: memory stays at [32, Hq, N]."""
 _GATHER_BYTES = 128 << 20
-RECALL_K = 100
 
 
 @dataclass
@@ -43,10 +43,14 @@ class DecodeQueries:
 
 @dataclass
 class LayerTruth:
-    """Full attention of all decode steps: outputs [T, H, G, dv] and log-sum-exp [T, H, G], float32."""
+    """Full attention of all decode steps: outputs [T, H, G, dv] and log-sum-exp [T, H, G], float32.
+
+    ``best`` [T, H, G, 100] int32: the best tokens of each query; filled when recall is first measured.
+    """
 
     outputs: Tensor
     lse: Tensor
+    best: Tensor | None = None
 
 
 @dataclass
@@ -161,6 +165,7 @@ def evaluate(
     truth = layer_truth(layer) if truth is None else truth
     steps = decode_queries(held)
     columns = _Columns()
+    ranked: list[Tensor] = []
     accesses: list[list[UnitAccesses]] = [[] for _ in range(layer.keys.shape[0])]
     for chunk in chunks(len(steps.positions)):
         selection = policy.select(index, steps.queries[chunk], steps.positions[chunk])
@@ -171,11 +176,16 @@ def evaluate(
         columns.add("scan_bytes", selection.scan_bytes)
         columns.add("effective_tokens", selection.effective_tokens())
         if recall:
-            found = _recalls(true_scores(layer, steps, chunk), selection, layer.keys.shape[1])
-            columns.add("recall_index", found[0].flatten(1))
-            columns.add("recall_attention", found[1].flatten(1))
+            known = None if truth.best is None else truth.best[chunk]
+            asked = (steps.queries[chunk], steps.positions[chunk])
+            index_recall, attention_recall, best = recalls(layer, *asked, selection, known)
+            columns.add("recall_index", index_recall.flatten(1))
+            columns.add("recall_attention", attention_recall.flatten(1))
+            ranked.append(best)
         for head, parts in enumerate(accesses):
             parts.append(unit_accesses(selection, head, prompt_length))
+    if ranked and truth.best is None:
+        truth.best = torch.cat(ranked)
     return LayerEvaluation(
         policy=policy,
         layer=layer.info,
@@ -274,30 +284,6 @@ def _relative_error(output: Tensor, exact: Tensor) -> Tensor:
     """‖o − o_full‖ / ‖o_full‖ over the last dimension."""
     norm = torch.linalg.vector_norm(exact, dim=-1)
     return torch.linalg.vector_norm(output - exact, dim=-1) / norm.clamp_min(1e-30)
-
-
-def _recalls(logits: Tensor, selection: Selection, length: int) -> tuple[Tensor, Tensor]:
-    """Index recall@100 and attention recall@100, [t, H, G] each."""
-    resident = selection.resident if selection.resident is not None else selection.positions.shape[-1]
-    held = _membership(selection.positions, length)[:, :, None, :]
-    steady = _membership(selection.positions[..., :resident], length)[:, :, None, :]
-    return _recall(logits.masked_fill(steady, -math.inf), held), _recall(logits, held)
-
-
-def _membership(positions: Tensor, length: int) -> Tensor:
-    """Which of ``length`` tokens are in ``positions`` [t, H, S]: bool [t, H, length]."""
-    mask = torch.zeros(*positions.shape[:2], length + 1, dtype=torch.bool, device=positions.device)
-    mask.scatter_(2, torch.where(positions < 0, length, positions), True)
-    return mask[..., :length]
-
-
-def _recall(logits: Tensor, held: Tensor) -> Tensor:
-    """Share of the 100 best finite logits whose token is held; 1 where none is finite."""
-    best, index = torch.topk(logits, min(RECALL_K, logits.shape[-1]), dim=-1)
-    wanted = best > -math.inf
-    found = torch.gather(held.expand_as(logits), -1, index) & wanted
-    count = wanted.sum(-1)
-    return torch.where(count > 0, found.sum(-1) / count.clamp_min(1), 1.0)
 
 
 @dataclass
