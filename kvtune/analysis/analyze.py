@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtune.analysis.checks import check_vectors, chosen_layers
+from kvtune.analysis.checks import check_vectors, chosen_layers, served_layers
 from kvtune.analysis.document import analysis_document
 from kvtune.analysis.locality import LAGS
 from kvtune.analysis.measure import (
@@ -19,6 +19,7 @@ from kvtune.analysis.measure import (
     measure_neighbour,
     measure_policy,
 )
+from kvtune.analysis.metrics import Observations
 from kvtune.analysis.output import check_out, write_analysis
 from kvtune.analysis.summary import Summary
 from kvtune.analysis.tidy import TidyTable
@@ -63,6 +64,7 @@ def analyze(
     place = choose_device(device)
     trace = trace if isinstance(trace, Trace) else open_trace(trace, verify=True)
     chosen = chosen_layers(trace, layers)
+    served = served_layers(trace, chosen)
     if out is not None:
         check_out(Path(out), overwrite)
     summary, tidy = Summary(seed), TidyTable(trace.kv_heads, trace.geometry.group)
@@ -71,7 +73,10 @@ def analyze(
         for timeline in timelines:
             below: LayerRanking | None = None
             for number in chosen:
-                below = _measure(timeline, number, plan, below, (summary, tidy), place)
+                below, found = _measure(timeline, number, plan, below, place)
+                if found:
+                    summary.add(timeline.sample, number, found, number in served)
+                    tidy.add(timeline.sample, timeline.index, number, found)
                 task.advance(note=f"sample {timeline.sample}, layer {number}")
     if not summary.layers:
         raise InputError(
@@ -97,10 +102,9 @@ def _measure(
     number: int,
     plan: Plan,
     below: LayerRanking | None,
-    sinks: tuple[Summary, TidyTable],
     device: torch.device,
-) -> LayerRanking:
-    """Measure one layer of one timeline into ``sinks``; its ranking serves the layer above."""
+) -> tuple[LayerRanking, list[Observations]]:
+    """One layer of one timeline: its ranking, which serves the layer above, and all that was measured."""
     layer = timeline.layer(number)
     check_vectors(layer)
     layer = layer.to(device)
@@ -108,9 +112,4 @@ def _measure(
     found = ranking.observations + measure_neighbour(below, ranking, layer)
     if timeline.trace.has_values:
         found += measure_policy(layer, timeline.prompt_length, plan.for_layer(layer.info))
-    found = [seen.cpu() for seen in found]
-    if found:
-        summary, tidy = sinks
-        summary.add(timeline.sample, number, found)
-        tidy.add(timeline.sample, timeline.index, number, found)
-    return ranking
+    return ranking, [seen.cpu() for seen in found]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvtune.errors import InputError
 from kvtune.traces import TimelineLayer, Trace, check_finite
@@ -19,6 +19,17 @@ def chosen_layers(trace: Trace, layers: Iterable[int] | None) -> list[int]:
         what = f"layer {missing[0]} is not in the trace" if missing else "no layer is chosen"
         raise InputError(what, f"it holds: {held}")
     return chosen
+
+
+def served_layers(trace: Trace, layers: Sequence[int]) -> list[int]:
+    """Those of ``layers`` that a policy can serve: the ones without a sliding window of their own.
+
+    Windowed layers stay dense under every policy, so measures of its quality leave them out: pooled with
+    them, a policy of a hybrid model would look several times better than it is. Where every layer has a
+    window, all of them are returned.
+    """
+    windows = trace.geometry.windows
+    return [number for number in layers if windows[number] is None] or list(layers)
 
 
 def check_vectors(layer: TimelineLayer) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from kvtune.analysis.checks import check_vectors, chosen_layers
 from kvtune.analysis.comparison import Comparison
 from kvtune.analysis.comparison_page import render_comparison
-from kvtune.analysis.document import provenance, scores
+from kvtune.analysis.document import provenance, scores, windowed_layers
 from kvtune.analysis.matching import TOLERANCE, match_budget
 from kvtune.analysis.output import check_absent, json_text, write_files
 from kvtune.errors import InputError, unknown
@@ -44,11 +44,12 @@ def compare(
     """Measure ``policies`` where each reads ``target_bytes`` per decode step, over layers and kv heads.
 
     The target defaults to what the wave index reads here at its shipped defaults. Each policy's budget is
-    set so that its mean read bytes are within 2% of it; where none is, the row says so (``matched``,
-    ``note``). Full attention, full attention over an FP8 cache and the exact top-k stand beside.
-    ``settings`` gives other parameters by policy; ``layers`` default to all in the trace. A policy that
-    this trace cannot serve is listed in ``left_out`` with the reason. ``live`` measures a policy on the
-    model itself and returns what joins its row (``InputError``: a note says why not).
+    set so that its mean read bytes are within 2% of it (without those of layers with a window, which no
+    policy changes); where none is, the row says so (``matched``, ``note``). Full attention, full attention
+    over an FP8 cache and the exact top-k stand beside. ``settings`` gives other parameters by policy;
+    ``layers`` default to all in the trace. A policy that this trace cannot serve is listed in ``left_out``
+    with the reason. ``live`` measures a policy on the model itself and returns what joins its row
+    (``InputError``: a note says why not).
 
     Returns the document: ``policies``, by ascending mean error, each with ``name``, ``params``,
     ``recall_at_100``, ``attention_mass``, ``output_error``, ``effective_tokens`` (per kv head),
@@ -73,8 +74,9 @@ def compare(
     with (progress or silent).task("comparing", len(chosen) + 1) as step:
         _check_finite(comparison, step)
         target = target_bytes or comparison.read_bytes(get_policy(TARGET_POLICY))
-        rows, left_out = _rows(comparison, chosen, target, live, step)
-        rows.append(_stored(comparison, target))
+        fixed = _fixed(comparison, target)
+        rows, left_out = _rows(comparison, chosen, (target, fixed), live, step)
+        rows.append(_stored(comparison, target, fixed))
         step.advance()
     refused = {row["name"]: row["reason"] for row in left_out}
     if all(name in refused for name in policies):
@@ -143,13 +145,17 @@ def _check_finite(comparison: Comparison, step: Step) -> None:
 
 
 def _rows(
-    comparison: Comparison, policies: Sequence[Policy], target: float, live: Live | None, step: Step
+    comparison: Comparison,
+    policies: Sequence[Policy],
+    goal: tuple[float, float],
+    live: Live | None,
+    step: Step,
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
     """A row for each policy that this trace can serve; names and reasons of the others."""
     rows, left_out = [], []
     for policy in policies:
         try:
-            rows.append(_row(comparison, policy, target, live, step))
+            rows.append(_row(comparison, policy, goal, live, step))
         except InputError as error:
             hint = f" ({error.hint})" if error.hint else ""
             left_out.append({"name": policy.name, "reason": error.message + hint})
@@ -158,14 +164,17 @@ def _rows(
 
 
 def _row(
-    comparison: Comparison, policy: Policy, target: float, live: Live | None, step: Step
+    comparison: Comparison, policy: Policy, goal: tuple[float, float], live: Live | None, step: Step
 ) -> dict[str, Any]:
+    """One policy at the bytes of ``goal``: (all, those of them that no policy can change)."""
+    target, fixed = goal
+
     def measure(candidate: Policy) -> float:
         setting = "" if policy.budget is None else f" {policy.budget}={getattr(candidate, policy.budget):g}"
         step.advance(0, note=policy.name + setting)
-        return comparison.read_bytes(candidate)
+        return comparison.read_bytes(candidate) - fixed
 
-    found = match_budget(policy, target, measure, comparison.longest)
+    found = match_budget(policy, target - fixed, measure, comparison.longest)
     notes = [found.note] if found.note else []
     row = {
         "name": policy.name,
@@ -184,10 +193,21 @@ def _row(
     return row | {"note": "; ".join(notes)}
 
 
-def _stored(comparison: Comparison, target: float) -> dict[str, Any]:
+def _fixed(comparison: Comparison, target: float) -> float:
+    """Bytes that every policy reads; ``InputError`` if that is all that the target allows."""
+    fixed = comparison.fixed_bytes()
+    if target <= fixed:
+        raise InputError(
+            f"--read-bytes {target:g} leaves nothing to choose: layers with a window read {fixed:,.0f} bytes",
+            "windowed layers stay dense under every policy: set more bytes",
+        )
+    return fixed
+
+
+def _stored(comparison: Comparison, target: float, fixed: float) -> dict[str, Any]:
     """Full attention over a quantised cache."""
     measured = comparison.measure_stored(STORED)
-    matched = abs(measured["read_bytes_per_step"] - target) <= TOLERANCE * target
+    matched = abs(measured["read_bytes_per_step"] - target) <= TOLERANCE * (target - fixed)
     return {
         "name": f"full_{STORED}",
         "params": {"precision": STORED},
@@ -214,5 +234,6 @@ def _header(comparison: Comparison) -> dict[str, Any]:
         "context_tokens": {"min": min(lengths), "mean": sum(lengths) / len(lengths), "max": max(lengths)},
         "layers": list(comparison.layers),
         "heads": {"query": heads * trace.geometry.group, "kv": heads},
+        "windowed_layers": windowed_layers(trace, comparison.layers),
         "score": scores(trace),
     }

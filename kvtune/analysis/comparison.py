@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvtune.analysis.checks import served_layers
 from kvtune.analysis.evaluate import LayerEvaluation, chunks, decode_queries, evaluate
 from kvtune.analysis.recordings import Recordings
 from kvtune.analysis.statistics import Distribution
@@ -32,13 +33,15 @@ _QUALITIES = {
 class Comparison(Recordings):
     """Everything a comparison measures, on all samples of ``trace`` and some of its layers.
 
-    Timelines without decode steps are left out. Windowed layers keep full attention under every policy.
+    Timelines without decode steps are left out. Windowed layers keep full attention under every policy:
+    they count in the bytes, not in what is said of its quality.
     """
 
     def __init__(self, trace: Trace, layers: Sequence[int], seed: int = 0) -> None:
         super().__init__(trace, range(trace.n_samples), layers)
         self.timelines = [timeline for timeline in self.timelines if timeline.turns]
         self.seed = seed
+        self.served = served_layers(trace, layers)
         self._read: dict[tuple[Policy, int, int], Floats] = {}
 
     @property
@@ -48,9 +51,18 @@ class Comparison(Recordings):
 
     def read_bytes(self, policy: Policy) -> float:
         """Bytes that ``policy`` reads per decode step over all layers and kv heads, without attending."""
+        return self._bytes(policy, self.layers)
+
+    def fixed_bytes(self) -> float:
+        """Bytes that every policy reads per decode step: those of the layers that none can serve."""
+        return self._bytes(Full(), [layer for layer in self.layers if layer not in self.served])
+
+    def _bytes(self, policy: Policy, layers: Sequence[int]) -> float:
+        if not layers:
+            return 0.0
         plan = Plan(policy)
         steps = [
-            np.sum([self._layer_bytes(plan, timeline, layer) for layer in self.layers], axis=0)
+            np.sum([self._layer_bytes(plan, timeline, layer) for layer in layers], axis=0)
             for timeline in range(len(self.timelines))
         ]
         return float(np.concatenate(steps).mean())
@@ -103,7 +115,8 @@ class Comparison(Recordings):
 
     def _add(self, tally: _Tally, timeline: int, found: Sequence[LayerEvaluation]) -> None:
         turns = decode_queries(self.vectors(timeline, self.layers[0])).turns.numpy()
-        tally.add(self.timelines[timeline].request, turns, found)
+        served = [result for result in found if result.layer.layer in self.served]
+        tally.add(self.timelines[timeline].request, turns, found, served)
 
 
 class _Group:
@@ -135,8 +148,14 @@ class _Tally:
         self.whole = _Group(seed)
         self.turns: dict[tuple[int, int], _Group] = defaultdict(lambda: _Group(seed))
 
-    def add(self, request: int, turns: NDArray[np.int64], found: Sequence[LayerEvaluation]) -> None:
-        """All layers of one timeline, whose decode steps lie in ``turns`` [T]."""
+    def add(
+        self,
+        request: int,
+        turns: NDArray[np.int64],
+        found: Sequence[LayerEvaluation],
+        served: Sequence[LayerEvaluation],
+    ) -> None:
+        """All layers of one timeline, whose steps lie in ``turns`` [T]; quality is that of the ``served``."""
         self.build_seconds += sum(result.build_seconds for result in found)
         read = np.sum([_over_heads(result.read_bytes) for result in found], axis=0)
         scan = np.sum([_over_heads(result.scan_bytes) for result in found], axis=0)
@@ -145,7 +164,7 @@ class _Tally:
         for group, steps in parts:
             group.read.append(read[steps])
             group.scan.append(scan[steps])
-            for result in found:
+            for result in served:
                 for name, column in _QUALITIES.items():
                     group.qualities[name].add(getattr(result, column).double().numpy()[steps])
 

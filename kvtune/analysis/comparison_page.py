@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtune.analysis.named_plots import Point, row_chart, scatter_chart
 from kvtune.analysis.page import bullets, figure, page, section, table
-from kvtune.analysis.report import subtitle
+from kvtune.analysis.report import subtitle, windows_note
 from kvtune.analysis.text import MISSING, number, percent, size, tokens
 
 Document = Mapping[str, Any]
@@ -59,6 +59,7 @@ def findings(document: Document) -> list[str]:
         f"The target is {size(target)} per decode step ({why}), {percent(target / full)} of the "
         f"{size(full)} that full attention reads."
     ]
+    found += windows_note(document)
     if target >= 0.98 * full:
         found.append(
             "That is all there is to read, so nothing is chosen: set fewer bytes, or capture longer contexts."

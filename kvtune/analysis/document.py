@@ -37,6 +37,7 @@ def analysis_document(
             "max": max(lengths),
         },
         "heads": {"query": heads * trace.geometry.group, "kv": heads},
+        "windowed_layers": windowed_layers(trace, summary.layers),
         "score": scores(trace),
         **measures(summary),
         **bytes_per_step(summary, heads),
@@ -72,6 +73,11 @@ def _policy(plan: Plan) -> dict[str, Any]:
         "dense_layers": list(plan.dense_layers),
         "overrides": {str(layer): dict(values) for layer, values in plan.overrides.items()},
     }
+
+
+def windowed_layers(trace: Trace, layers: Sequence[int]) -> list[int]:
+    """Those of ``layers`` with a sliding window of their own, which every policy leaves dense."""
+    return [number for number in layers if trace.geometry.windows[number] is not None]
 
 
 def scores(trace: Trace) -> dict[str, float]:

@@ -80,6 +80,7 @@ def findings(document: Document) -> list[str]:
         f"{tokens(needed['95'])} hold 95%, {tokens(needed['99'])} hold 99% (mean over heads, layers, steps)."
     )
     error, mass = document["output_error"], document["attention_mass"]
+    found += windows_note(document)
     if not math.isnan(error["mean"]):
         share = document["read_bytes_per_step"] / document["full_read_bytes_per_step"]
         found.append(
@@ -245,12 +246,31 @@ def subtitle(document: Document) -> str:
     if context["max"] != context["min"]:
         length += f" to {tokens(float(context['max']))}"
     scores = ", ".join(f"{task} {percent(score)}" for task, score in document["score"].items())
+    windowed = len(document["windowed_layers"])
+    sliding = _count(windowed, "sliding layer") if windowed else ""
     return (
         f"{_count(document['samples'], 'sample')} · prompts of {length} tokens · "
         f"{document['decode_steps']:,} decode steps · {_count(len(document['layers']), 'layer')} × "
         f"{_count(heads['query'], 'query head')} ({_count(heads['kv'], 'KV head')})"
+        + (f" · {sliding} left dense" if sliding else "")
         + (f" · score of the answers: {scores}" if scores else "")
     )
+
+
+def windows_note(document: Document) -> list[str]:
+    """What layers with a window of their own do to the numbers, if there are any."""
+    windowed, layers = len(document["windowed_layers"]), len(document["layers"])
+    if not windowed:
+        return []
+    if windowed == layers:
+        return [
+            "Every layer slides a window of its own. Policies leave such layers dense: nothing is chosen."
+        ]
+    return [
+        f"{windowed} of the {layers} layers slide a window of their own. Policies leave them dense: they "
+        "count in the bytes, but recall, mass, error and effective tokens are those of the other "
+        f"{layers - windowed}."
+    ]
 
 
 def _settings(policy: Document) -> str:

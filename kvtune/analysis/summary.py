@@ -19,6 +19,9 @@ MIN_SAMPLES = 5
 _LAYER_VALUES = 1 << 15
 
 
+_OF_POLICY = frozenset({"recall_index", "recall_attention", "mass", "error", "effective_tokens"})
+
+
 class Summary:
     """Streams observations into distributions: over everything, and per layer."""
 
@@ -36,13 +39,17 @@ class Summary:
             lambda: defaultdict(lambda: [0.0, 0.0])
         )
 
-    def add(self, sample: int, layer: int, observations: Sequence[Observations]) -> None:
+    def add(self, sample: int, layer: int, observations: Sequence[Observations], served: bool = True) -> None:
+        """Add what one layer of a timeline gave. A policy's quality in a layer that it does not ``serve``
+        counts in that layer alone."""
         if layer not in self.layers:
             self.layers = sorted([*self.layers, layer])
         for seen in observations:
             key, values = (seen.metric, seen.lag), seen.values.double().numpy()
-            self._whole[key].add(values)
             self._layer[layer, key].add(values)
+            if not served and seen.metric in _OF_POLICY:
+                continue
+            self._whole[key].add(values)
             for turn in seen.turns.unique().tolist():
                 self._turn[turn, key].add(values[seen.turns.numpy() == turn])
             group = self._samples[key][sample]
@@ -79,7 +86,8 @@ def measures(summary: Summary, layer: int | None = None) -> dict[str, Any]:
     """The document's measures, over everything or of one layer (same keys).
 
     Numbers are means where nothing else is said. ``read_bytes_per_step`` adds up the kv heads, and over
-    everything also the layers; ``effective_tokens`` is per kv head. NaN where nothing was measured.
+    everything also the layers; ``effective_tokens`` is per kv head. Recall, mass, error and effective
+    tokens over everything leave out layers with a window, which stay dense. NaN where nothing was measured.
     """
 
     def spread(metric: str, *names: str, lag: int | None = None) -> dict[str, float]:

@@ -11,6 +11,7 @@ import pytest
 
 from kvtune.analysis import analyze
 from kvtune.analysis.figures import head_means
+from kvtune.analysis.report import subtitle, windows_note
 from kvtune.errors import InputError, RunError, TraceError
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
@@ -58,6 +59,31 @@ def test_windowed_layers_are_served_by_full_attention(analysis):
     assert (windowed["window"], windowed["policy"]) == (24, "full")
     assert windowed["output_error"]["mean"] < 1e-5
     assert windowed["visible_tokens"] == 24
+    assert document["windowed_layers"] == [2]
+
+
+@pytest.mark.parametrize("measure", ["output_error", "attention_mass"])
+def test_quality_is_that_of_the_layers_that_a_policy_serves(analysis, measure):
+    """A windowed layer, which is exact, would flatter every policy; its bytes are read all the same."""
+    _, document = analysis
+    served = [entry[measure]["mean"] for entry in document["layers"][:2]]
+    assert document[measure]["mean"] == pytest.approx(sum(served) / 2)
+    tokens = [entry["effective_tokens"] for entry in document["layers"][:2]]
+    assert document["effective_tokens"] == pytest.approx(sum(tokens) / 2)
+    assert document["visible_tokens"] == pytest.approx(
+        sum(entry["visible_tokens"] for entry in document["layers"]) / 3
+    )
+
+
+def test_the_report_says_which_layers_stay_dense(analysis, tiny_trace):
+    out, document = analysis
+    assert "1 sliding layer left dense" in subtitle(document)
+    (note,) = windows_note(document)
+    assert note.startswith("1 of the 3 layers slide") and note in (out / "report.html").read_text()
+    assert windows_note(analyze(tiny_trace, layers=[0, 1])) == []
+    alone = analyze(tiny_trace, "oracle_topk", ORACLE, layers=[2])
+    assert "nothing is chosen" in windows_note(alone)[0]
+    assert alone["output_error"]["mean"] < 1e-5, "exact, not unknown"
 
 
 def test_the_files_say_what_the_document_says(analysis):

@@ -73,11 +73,14 @@ def test_the_target_is_what_the_wave_indexs_defaults_read(trace, compared):
     assert wave["params"] == get_policy("wave_index").parameters() and wave["matched"]
 
 
-def test_matched_rows_read_the_target_and_others_say_why(compared):
+def test_matched_rows_read_the_target_and_others_say_why(trace, compared):
+    """Bytes of the windowed layer, the same under every policy, make none of them nearer to the target."""
     document = compared[0]
     target, found = document["target_read_bytes_per_step"], rows(document)
+    fixed = Comparison(trace, [2]).read_bytes(get_policy("full"))
+    assert document["windowed_layers"] == [2] and 0 < fixed < target
     for row in found.values():
-        near = abs(row["read_bytes_per_step"] - target) <= 0.02 * target
+        near = abs(row["read_bytes_per_step"] - target) <= 0.02 * (target - fixed)
         assert row["matched"] == near and bool(row["note"]) == (not near)
     assert found["quest"]["matched"] and found["oracle_topk"]["matched"]
     assert "can't read less" in found["shadowkv"]["note"]
@@ -89,7 +92,7 @@ def test_settings_reach_the_policy(compared):
 
 
 def test_a_row_is_what_evaluating_its_parameters_gives(trace, compared):
-    """Every number once more, unit by unit, from :func:`evaluate`."""
+    """Every number once more, unit by unit, from :func:`evaluate`; quality without the windowed layer."""
     row = rows(compared[0])["quest"]
     plan = Plan(get_policy("quest", row["params"]))
     errors, recalls, read, scan, index = [], [], [], [], 0
@@ -99,8 +102,8 @@ def test_a_row_is_what_evaluating_its_parameters_gives(trace, compared):
             evaluate(plan.for_layer(trace.layer_info(n)), timeline.layer(n), timeline.prompt_length)
             for n in trace.layers
         ]
-        errors += [unit.error.double().numpy().ravel() for unit in units]
-        recalls += [unit.recall_attention.double().numpy().ravel() for unit in units]
+        errors += [unit.error.double().numpy().ravel() for unit in units[:2]]
+        recalls += [unit.recall_attention.double().numpy().ravel() for unit in units[:2]]
         read.append(sum(unit.read_bytes.sum(1).double().numpy() for unit in units))
         scan.append(sum(unit.scan_bytes.sum(1).double().numpy() for unit in units))
         pages = timeline.layer(0).keys.shape[1] // 16
@@ -126,6 +129,18 @@ def test_given_bytes_are_matched(trace):
     row = rows(document)["streaming"]
     assert row["matched"] and row["read_bytes_per_step"] == pytest.approx(200_000, rel=0.02)
     assert len(document["policies"]) == 4
+
+
+def test_bytes_that_only_windowed_layers_read_leave_nothing_to_choose(trace):
+    fixed = Comparison(trace, trace.layers).fixed_bytes()
+    with pytest.raises(InputError, match=f"layers with a window read {fixed:,.0f} bytes"):
+        compare(trace, ["streaming"], target_bytes=fixed)
+
+
+def test_a_trace_of_windowed_layers_alone_can_be_compared(trace):
+    document = compare(trace, ["streaming"], layers=[2])
+    assert document["windowed_layers"] == [2]
+    assert rows(document)["streaming"]["output_error"]["mean"] < 1e-5
 
 
 def test_turns_and_requests_are_told_apart(tiny_trace):
