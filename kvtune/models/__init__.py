@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from kvtune.models.adapters import attention_modules, attention_through, cached, crop, feed, new_cache, sdpa
+from kvtune.models.adapters import (
+    PassingCache,
+    attention_modules,
+    attention_through,
+    cached,
+    crop,
+    decode_step,
+    feed,
+    new_cache,
+    sdpa,
+)
 from kvtune.models.cache import cache_folder
 from kvtune.models.catalog import CATALOG, PackagedModel
 from kvtune.models.conversion import convert, is_converted
@@ -24,6 +34,7 @@ __all__ = [
     "LoadedModel",
     "ModelFiles",
     "PackagedModel",
+    "PassingCache",
     "Rope",
     "adopt",
     "attention_modules",
@@ -34,6 +45,7 @@ __all__ = [
     "cached",
     "convert",
     "crop",
+    "decode_step",
     "feed",
     "find_model",
     "is_converted",

@@ -16,6 +16,7 @@ from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
+    Cache,
     DynamicCache,
     PreTrainedModel,
 )
@@ -175,3 +176,37 @@ def attention_modules(model: PreTrainedModel) -> dict[int, nn.Module]:
         if isinstance(index, int) and "Attention" in type(module).__name__:
             found.setdefault(index, module)
     return found
+
+
+class PassingCache(Cache):
+    """A cache that keeps nothing: an attention function that stores keys itself is given each token's own.
+
+    For single decode steps (:func:`decode_step`), whose positions are given and whose masks are not used.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def decode_step(model: PreTrainedModel, ids: Tensor, positions: Tensor, cache: PassingCache) -> Tensor:
+    """Logits [B, vocabulary] after one token of each of B sequences: ids [B, 1] at positions [B, 1].
+
+    Waits for nothing on the host, so that it can be captured in a CUDA graph. A mask of four dimensions is
+    handed to the attention function as it is, which ignores it.
+    """
+    accepted = inspect.signature(model.forward).parameters
+    arguments: dict[str, Any] = {"cache" if "cache" in accepted else "past_key_values": cache}
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=ids.device)
+    with torch.inference_mode():
+        result = model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=True, **arguments
+        )
+    return result.logits[:, -1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvtune.geometry import LayerInfo
 from kvtune.kernels.append import UNBOUNDED, append
 from kvtune.kernels.attend import Rows, SparseAttention
+from kvtune.runtime.step_log import StepLog
 
 Device = torch.device | str
 
@@ -36,12 +38,21 @@ class LayerStore:
             [0] * batch,
         )
 
-    def of(self, sequence: int) -> tuple[Tensor, Tensor]:
-        """Keys [H, N, d] and values [H, N, dv] of one sequence (views)."""
+    def units(self, sequence: int) -> slice:
+        """The units of one sequence."""
         heads = len(self.keys) // len(self.lengths)
-        units = slice(sequence * heads, (sequence + 1) * heads)
-        n = self.lengths[sequence]
-        return self.keys[units, :n], self.values[units, :n]
+        return slice(sequence * heads, (sequence + 1) * heads)
+
+    def of(self, sequence: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Rows ``start`` … length of one sequence: keys [H, n, d] and values [H, n, dv] (views)."""
+        units, stop = self.units(sequence), self.lengths[sequence]
+        return self.keys[units, start:stop], self.values[units, start:stop]
+
+    def put(self, sequence: int, row: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys [H, n, d] and values [H, n, dv] at rows ``row`` … of one sequence."""
+        units, rows = self.units(sequence), slice(row, row + keys.shape[1])
+        self.keys[units, rows] = keys
+        self.values[units, rows] = values
 
     def append(
         self, keys: Tensor, values: Tensor, resident: Tensor, sink: int = 0, window: int = UNBOUNDED
@@ -55,14 +66,21 @@ class FusedLayer(ABC):
     """One layer of B sequences that decodes by kernels of fixed shapes, so that a step fits a CUDA graph.
 
     :meth:`start` once the prompts are in; then, a step at a time, :meth:`attend` (may be captured) and
-    :meth:`advance` (the host's part, outside a graph).
+    :meth:`advance` (the host's part, outside a graph). Rows of the store at positions from the prompt's end
+    on are in the order of positions, unless a layer says otherwise in :meth:`made`.
     """
 
     info: LayerInfo
+    store: LayerStore
+    log: StepLog | None = None
+    """Where blocks retrieved are noted, if anywhere."""
 
     @abstractmethod
-    def start(self, store: LayerStore) -> None:
-        """Take over the prompts and build what the method needs."""
+    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
+        """Take over the prompts in ``store`` and build what the method needs.
+
+        prompt_queries: of each sequence, the last ones of its prompt [H, G, W, d].
+        """
 
     @abstractmethod
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -71,9 +89,36 @@ class FusedLayer(ABC):
         The result is overwritten by the next step.
         """
 
+    def join(self) -> None:
+        """Wait, on the device, for what :meth:`attend` left running; before the next step."""
+        return
+
     @abstractmethod
+    def settle(self) -> None:
+        """Bring the device's state to what the host counts in ``store.lengths``: grow, set ranges."""
+
     def advance(self) -> None:
-        """Do what the host must after a step: count it, let an index grow."""
+        """Count a step that :meth:`attend` made."""
+        self.store.lengths = [length + 1 for length in self.store.lengths]
+
+    def extend(self, sequence: int, keys: Tensor, values: Tensor) -> None:
+        """Add tokens that were attended densely: keys [H, n, d], values [H, n, dv]."""
+        self.store.put(sequence, self.store.lengths[sequence], keys, values)
+        self.store.lengths[sequence] += keys.shape[1]
+        self.settle()
+
+    def made(self, sequence: int, start: int) -> tuple[Tensor, Tensor]:
+        """Keys and values at positions ≥ ``start``, which is not before the prompt's end (views)."""
+        return self.store.of(sequence, start)
+
+    def mark(self) -> Any:
+        """The state to come back to with :meth:`rewind`."""
+        return list(self.store.lengths)
+
+    def rewind(self, mark: Any) -> None:
+        """Forget the tokens added since; page caches are empty afterwards."""
+        self.store.lengths = list(mark)
+        self.settle()
 
     def gpu_bytes(self) -> dict[str, int]:
         """Bytes on the device by purpose: ``kv``, ``cache``, ``index``, ``buffers``."""
@@ -95,7 +140,7 @@ class RangeLayer(FusedLayer):
         self.sink = sink if window is not None else 0
         self.window = window
 
-    def start(self, store: LayerStore) -> None:
+    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         self.store = store
         units, room = store.keys.shape[:2]
         device, info = store.keys.device, self.info
@@ -105,25 +150,33 @@ class RangeLayer(FusedLayer):
         self.rows = Rows(self.resident, none, none[:, 0], longest)
         self.attention = SparseAttention(units, info.group, info.value_dim, longest, 0, device)
         self.out = torch.empty(units, info.group, info.value_dim, dtype=store.values.dtype, device=device)
-        lengths = torch.tensor(store.lengths, dtype=torch.int32, device=device)
-        self.resident[:, 3] = lengths.repeat_interleave(units // len(store.lengths))
+        self.settle()
+
+    def settle(self) -> None:
+        for sequence, length in enumerate(self.store.lengths):
+            start = 0 if self.window is None else max(length - self.window, 0)
+            row = [0, min(start, self.sink), start, length]
+            self.resident[self.store.units(sequence)] = int_row(row, self.resident.device)
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        batch = len(queries)
+        info = self.info
         window = UNBOUNDED if self.window is None else self.window
         self.store.append(keys, values, self.resident, self.sink, window)
-        grouped = queries.reshape(-1, self.info.group, self.info.head_dim)
+        grouped = queries.reshape(-1, info.group, info.head_dim)
         self.attention(
-            grouped, self.store.keys, self.store.values, self.rows, self.out, self.info.scaling,
-            softcap=self.info.softcap,
+            grouped, self.store.keys, self.store.values, self.rows, self.out, info.scaling,
+            softcap=info.softcap,
         )  # fmt: skip
-        return self.out.view(batch, -1, self.info.value_dim)
-
-    def advance(self) -> None:
-        self.store.lengths = [length + 1 for length in self.store.lengths]
+        return self.out.view(len(queries), -1, info.value_dim)
 
     def gpu_bytes(self) -> dict[str, int]:
-        return {"kv": nbytes(self.store.keys, self.store.values), "buffers": nbytes(self.attention.sums)}
+        kept = nbytes(self.store.keys, self.store.values)
+        return {"kv": kept, "buffers": nbytes(self.attention.sums)}
+
+
+def int_row(row: list[int], device: Device) -> Tensor:
+    """Numbers as an int32 tensor on ``device``."""
+    return torch.tensor(row, dtype=torch.int32, device=device)
 
 
 def nbytes(*tensors: Tensor) -> int:

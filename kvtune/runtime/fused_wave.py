@@ -8,6 +8,7 @@ the end of the run; the index grows in place.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,115 +22,140 @@ from kvtune.policies import retroinfer
 from kvtune.policies.base import Clusters
 from kvtune.policies.wave_index import WaveIndex
 from kvtune.policies.wave_state import WaveIndexState
-from kvtune.runtime.fused_layer import FusedLayer, LayerStore, nbytes
+from kvtune.runtime.fused_layer import FusedLayer, LayerStore, int_row, nbytes
+from kvtune.runtime.step_log import StepLog
+
+SEGMENT = retroinfer.UPDATE_TOKENS
 
 
-def serves(policy: WaveIndex) -> bool:
-    """Whether the fused path models these parameters (neither pinned spans nor periodic full steps)."""
-    return not policy.pinned and not policy.refresh
+def serves(policy: WaveIndex, info: LayerInfo) -> bool:
+    """Whether the fused path models this: neither pinned spans, periodic full steps nor position biases."""
+    plain = info.softcap is None and info.alibi is None and info.sinks is None
+    return plain and not policy.pinned and not policy.refresh
 
 
 class FusedWave(FusedLayer):
     """One layer of B sequences under a wave index, keys and values kept on the device.
 
-    The store's rows are put in the order of the clusters, so that a cluster is one run of rows; sinks and the
-    dense tail stay where they are.
-
-    ``new_tokens`` bounds the decode steps to come: buffers are sized for the growth they bring.
+    The prompt's rows are put in the order of its clusters, so that a cluster is one run of rows; sinks and
+    what follows the prompt's clusters stay where they are. Clusters made while decoding are copies behind
+    them. ``new_tokens`` bounds the tokens to come: the store needs :func:`room` for them.
     """
 
     def __init__(self, info: LayerInfo, policy: WaveIndex, new_tokens: int) -> None:
-        if not serves(policy):
-            raise InputError("the fused engine serves neither pinned spans nor refresh", "use --engine torch")
+        if not serves(policy, info):
+            raise InputError("the fused engine does not serve this wave index", "use --engine torch")
         self.info, self.policy = info, policy
         self.new_tokens = new_tokens
 
-    def start(self, store: LayerStore) -> None:
+    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         self.store = store
-        self.batch = len(store.lengths)
+        self.prompts = list(store.lengths)
         self.states = []
-        for sequence in range(self.batch):
+        for sequence in range(len(store.lengths)):
             keys, values = store.of(sequence)
-            heads, _, dim = keys.shape
-            none = keys.new_zeros(heads, self.info.group, 0, dim)
+            none = keys.new_zeros(len(keys), self.info.group, 0, keys.shape[2])
             self.states.append(self.policy.build(keys, values, none, self.info))
+        self.counts = [self.policy.counts(state.context) for state in self.states]
+        self.grown = max(
+            growth(self.policy, s, n, self.new_tokens) for s, n in zip(self.states, self.prompts)
+        )
         self._reserve()
+        self._allocate(store)
+        self.clusters = [0] * len(self.states)
         for sequence, state in enumerate(self.states):
-            self._load(sequence, state)
-            state.tail_keys, state.tail_values = keys[:, :0], values[:, :0]  # the store has them
+            self._load(sequence, state, state.order)
+            self.states[sequence] = _hollow(state)
+        self.settle()
 
     def _reserve(self) -> None:
         """Buffers for the longest sequence and all growth to come."""
         store, info, policy = self.store, self.info, self.policy
-        device, units = store.keys.device, len(store.keys)
-        counts = [policy.counts(state.context) for state in self.states]
-        growth = counts[0].growth
-        longest_tail = max(n - state.tail_start for n, state in zip(store.lengths, self.states))
-        grown = max(0, (longest_tail + self.new_tokens - policy.local) // retroinfer.UPDATE_TOKENS)
-        clusters = max(c.n_centroids for c in counts) + grown * growth.centroids
-        nprobe = max(c.nprobe for c in counts) + grown * growth.nprobe
-        es = clusters if policy.estimate == "all" else max(c.es for c in counts) + grown * growth.es
-        buffer = max(4 * nprobe, *(c.buffer_clusters for c in counts)) * counts[0].pages_per_cluster
-        self.counts = counts
+        device, dtype, units = store.keys.device, store.keys.dtype, len(store.keys)
+        new = self.counts[0].growth
+        clusters = max(max(c.n_centroids for c in self.counts) + self.grown * new.centroids, 1)
+        nprobe = max(c.nprobe for c in self.counts) + self.grown * new.nprobe
+        es = max(c.es for c in self.counts) + self.grown * new.es
+        self.buffer_pages = max(self._room(c, nprobe) for c in self.counts)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(units, *shape, dtype=torch.int32, device=device)
 
-        dtype = store.keys.dtype
         self.centroids = torch.zeros(units, clusters, info.head_dim, dtype=dtype, device=device)
         self.value_sums = torch.zeros(units, clusters, info.value_dim, dtype=dtype, device=device)
         self.sizes, self.offsets = ints(clusters), ints(clusters + 1)
-        self.visible, self.plan = ints(), ints(PLAN)
-        self.resident = ints(4)
-        self.logits = torch.zeros(units, info.group, max(clusters, 1), device=device)
+        self.visible, self.plan, self.resident = ints(), ints(PLAN), ints(4)
+        self.logits = torch.zeros(units, info.group, clusters, device=device)
         self.stats = empty_stats(units, info.group, clusters, device)
+        es = clusters if policy.estimate == "all" else es
         self.choice = Choice.empty(units, clusters, nprobe, es, device)
-        listed = ints(max(8 * buffer, 1))
-        resident = policy.sink + policy.local + retroinfer.UPDATE_TOKENS
-        longest = max(longest_tail + policy.sink + 1, resident)
-        self.rows = Rows(self.resident, listed, self.choice.n_tokens, longest)
-        # What usually comes; the kernels serve any count up to the buffers.
-        usual = (
-            nprobe * policy.tokens_per_centroid + policy.sink + policy.local + retroinfer.UPDATE_TOKENS // 2
-        )
-        bound = longest + listed.shape[1]
+        tails = [n - state.tail_start for n, state in zip(store.lengths, self.states)]
+        longest = policy.sink + max(SEGMENT + policy.local, max(tails) + 1)
+        self.rows = Rows(self.resident, ints(8 * self.buffer_pages), self.choice.n_tokens, longest)
+        # What usually comes decides how the work is split; any count up to the buffers is served.
+        usual = nprobe * policy.tokens_per_centroid + policy.sink + policy.local + SEGMENT // 2
+        bound = longest + 8 * self.buffer_pages
         self.attention = SparseAttention(
             units, info.group, info.value_dim, bound, es, device, usual_exact=min(usual, bound)
         )
-        self.out = torch.empty(units, info.group, info.value_dim, dtype=store.values.dtype, device=device)
+        self.out = torch.empty(units, info.group, info.value_dim, dtype=dtype, device=device)
 
-    def _load(self, sequence: int, state: WaveIndexState, at: int = 0) -> None:
-        """Copy the clusters of ``state`` behind the first ``at`` of the sequence, and set its plan."""
-        heads = self.info.n_kv_heads
-        units = slice(sequence * heads, (sequence + 1) * heads)
+    def _room(self, counts: retroinfer.V1Counts, nprobe: int) -> int:
+        """Pages of the execution buffer."""
+        return max(counts.buffer_clusters, 4 * nprobe) * counts.pages_per_cluster
+
+    def _allocate(self, store: LayerStore) -> None:
+        """Decide where rows live: here, in the store, with room for clusters to come behind the rest."""
+        self.spare = store.keys.shape[1] - self.grown * SEGMENT
+
+    def _put_clusters(self, sequence: int, rows: Tensor, first: int, grown: int) -> int:
+        """Lay rows [H, n] of the store out in that order, as the ``grown``-th segment; returns the first row.
+
+        ``first`` is where the prompt's own (segment 0) begin.
+        """
+        first = self.spare + (grown - 1) * SEGMENT if grown else first
+        units = self.store.units(sequence)
+        for kept in (self.store.keys, self.store.values):
+            wanted = rows[..., None].expand(-1, -1, kept.shape[2])
+            kept[units, first : first + rows.shape[1]] = torch.gather(kept[units], 1, wanted)
+        return first
+
+    def _load(self, sequence: int, state: WaveIndexState, rows: Tensor, grown: int = 0) -> None:
+        """Add the clusters of ``state``, whose members are in ``rows`` [H, n], to those of the sequence."""
+        units, at = self.store.units(sequence), self.clusters[sequence]
         more = state.clusters.sizes.shape[1]
         where = slice(at, at + more)
+        first = self._put_clusters(sequence, rows, state.sink, grown)
         self.centroids[units, where] = state.clusters.centroids
         self.value_sums[units, where] = state.clusters.value_sums
         self.sizes[units, where] = state.clusters.sizes.int()
-        start = int(self.offsets[units.start, at]) if at else state.sink
-        self.offsets[units, at] = start
-        self.offsets[units, at + 1 : at + more + 1] = start + state.offsets[:, 1:].int()
-        members = slice(start, start + state.order.shape[1])
-        for rows in (self.store.keys, self.store.values):
-            wanted = state.order[..., None].expand(-1, -1, rows.shape[2])
-            rows[units, members] = torch.gather(rows[units], 1, wanted)
-        self._plan(sequence, at + more, state.tail_start)
+        self.offsets[units, at] = first
+        self.offsets[units, at + 1 : at + more + 1] = first + state.offsets[:, 1:].int()
+        self.clusters[sequence] = at + more
 
-    def _plan(self, sequence: int, clusters: int, tail_start: int) -> None:
-        heads = self.info.n_kv_heads
-        units = slice(sequence * heads, (sequence + 1) * heads)
-        counts, state = self.counts[sequence], self.states[sequence]
-        grown = (tail_start - state.prompt_end) // retroinfer.UPDATE_TOKENS
-        nprobe = counts.nprobe + grown * counts.growth.nprobe if clusters else 0
+    def settle(self) -> None:
+        """Let full tails grow into clusters; then visible clusters, zone sizes and resident rows."""
+        for sequence, state in enumerate(self.states):
+            while self.store.lengths[sequence] - state.tail_start >= SEGMENT + self.policy.local:
+                self._grow(sequence, state)
+            self._plan(sequence, state)
+
+    def _plan(self, sequence: int, state: WaveIndexState) -> None:
+        counts, clusters = self.counts[sequence], self.clusters[sequence]
+        units, device = self.store.units(sequence), self.plan.device
+        grown = (state.tail_start - state.prompt_end) // SEGMENT
+        nprobe = counts.nprobe + grown * counts.growth.nprobe
         es = clusters if self.policy.estimate == "all" else counts.es + grown * counts.growth.es
-        room = max(counts.buffer_clusters, 4 * nprobe) * counts.pages_per_cluster
         self.visible[units] = clusters
-        self.plan[units] = torch.tensor(
-            [clusters, nprobe, es, room], dtype=torch.int32, device=self.plan.device
-        )
-        row = [0, state.sink, tail_start, self.store.lengths[sequence]]
-        self.resident[units] = torch.tensor(row, dtype=torch.int32, device=self.plan.device)
+        self.plan[units] = int_row([clusters, nprobe, es, self._room(counts, nprobe)], device)
+        first, tail = self._tail_rows(sequence)
+        length = self.store.lengths[sequence]
+        row = [first, state.sink, tail + state.tail_start, tail + length]
+        self.resident[units] = int_row(row, device)
+
+    def _tail_rows(self, sequence: int) -> tuple[int, int]:
+        """The row of the first sink, and what to add to a later position to get its row."""
+        return 0, 0
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         info, choice, attention = self.info, self.choice, self.attention
@@ -142,39 +168,76 @@ class FusedWave(FusedLayer):
             attention.estimate(
                 Estimate(self.logits, self.sizes, self.value_sums, choice.estimated, choice.n_estimated)
             )
-        cut(choice, self.sizes, self.plan, self.offsets, self.rows.listed)
+        rows = self._retrieve()
         attention(
-            grouped, self.store.keys, self.store.values, self.rows, self.out, info.scaling, choice.n_estimated
+            grouped, self.store.keys, self.store.values, rows, self.out, info.scaling, choice.n_estimated
         )
         return self.out.view(len(queries), -1, info.value_dim)
 
+    def _retrieve(self) -> Rows:
+        """The rows of the blocks chosen."""
+        cut(self.choice, self.sizes, self.plan, self.offsets, self.rows.listed)
+        if self.log is not None:
+            self.log.note(self.choice.retrieved, self.choice.truncated)
+        return self.rows
+
     def advance(self) -> None:
         """Count the step; where 1,024 tokens have left the local window, they become one more segment."""
-        for sequence, state in enumerate(self.states):
-            self.store.lengths[sequence] += 1
-            if (
-                self.store.lengths[sequence] - state.tail_start
-                >= retroinfer.UPDATE_TOKENS + self.policy.local
-            ):
-                self._grow(sequence, state)
+        super().advance()
+        step = SEGMENT + self.policy.local
+        if any(n - state.tail_start >= step for n, state in zip(self.store.lengths, self.states)):
+            self.settle()
 
     def _grow(self, sequence: int, state: WaveIndexState) -> None:
-        keys, values = self.store.of(sequence)
-        start, stop = state.tail_start, state.tail_start + retroinfer.UPDATE_TOKENS
-        more = replace(
-            state,
-            clusters=Clusters(
-                state.clusters.centroids[:, :0], state.clusters.sizes[:, :0], state.clusters.value_sums[:, :0]
-            ),
-            order=state.order[:, :0],
-            offsets=state.offsets[:, :1] * 0,
-        )
-        growth = self.counts[sequence].growth
-        more.add(keys[:, start:stop], values[:, start:stop], start, growth.centroids, 1)
-        state.tail_start = more.tail_start = stop
-        self._load(sequence, more, int(self.visible[sequence * self.info.n_kv_heads]))
+        start = state.tail_start
+        tail = self._tail_rows(sequence)[1]
+        units, rows = self.store.units(sequence), slice(tail + start, tail + start + SEGMENT)
+        more, new = replace(state), self.counts[sequence].growth
+        more.add(self.store.keys[units, rows], self.store.values[units, rows], start, new.centroids, 1)
+        self._load(sequence, more, more.order + tail, 1 + (start - state.prompt_end) // SEGMENT)
+        state.tail_start = start + SEGMENT
+
+    def mark(self) -> Any:
+        return super().mark(), list(self.clusters), [state.tail_start for state in self.states]
+
+    def rewind(self, mark: Any) -> None:
+        lengths, self.clusters, tails = mark[0], list(mark[1]), mark[2]
+        for state, tail_start in zip(self.states, tails):
+            state.tail_start = tail_start
+        super().rewind(lengths)
+
+    def new_log(self, at: Tensor, steps: int) -> StepLog:
+        """A log of this layer's shape."""
+        return StepLog.empty(at, steps, self.choice.retrieved.shape, cached=False)
 
     def gpu_bytes(self) -> dict[str, int]:
         index = nbytes(self.centroids, self.value_sums, self.sizes, self.offsets)
         buffers = nbytes(self.logits, self.rows.listed, self.attention.sums, self.choice.estimated)
         return {"kv": nbytes(self.store.keys, self.store.values), "index": index, "buffers": buffers}
+
+
+def _hollow(state: WaveIndexState) -> WaveIndexState:
+    """The state without its clusters and tail, which the layer keeps."""
+    clusters = state.clusters
+
+    def none(rows: Tensor) -> Tensor:
+        return rows[:, :0].clone()
+
+    return replace(
+        state,
+        clusters=Clusters(none(clusters.centroids), none(clusters.sizes), none(clusters.value_sums)),
+        order=none(state.order),
+        offsets=torch.zeros_like(state.offsets[:, :1]),
+        tail_keys=none(state.tail_keys),
+        tail_values=none(state.tail_values),
+    )
+
+
+def growth(policy: WaveIndex, state: WaveIndexState, length: int, new_tokens: int) -> int:
+    """Segments that a sequence of ``length`` tokens makes in ``new_tokens`` more, at most."""
+    return max(0, (length + new_tokens - state.tail_start - policy.local) // SEGMENT)
+
+
+def room(longest: int, new_tokens: int) -> int:
+    """Rows that a store needs for ``longest`` tokens in all, of which ``new_tokens`` are still to come."""
+    return longest + (new_tokens // SEGMENT + 2) * SEGMENT
