@@ -87,19 +87,19 @@ def analyze(
     comparison = ComparisonOptions(read_bytes, live)
     if sensitivity and compare is not None:
         raise InputError("--sensitivity and --compare exclude each other")
-    if (compare is not None or sensitivity) and device not in ("auto", "cpu"):
-        raise InputError("--compare and --sensitivity run on the CPU", "leave out --device")
     if compare is not None:
         options.refuse()
         if policy is not None:
             raise InputError("--compare names its policies itself: leave out --policy")
-        analyze_comparison(trace, compare, settings, comparison, layers, folder, overwrite, seed, output)
+        analyze_comparison(
+            trace, compare, settings, comparison, layers, folder, overwrite, device, seed, output
+        )
         return
     comparison.refuse()
     if sensitivity:
         if policy is not None or settings:
             raise InputError("--sensitivity measures full attention: leave out --policy and --set")
-        analyze_sensitivity(trace, options, layers, folder, overwrite, seed, output)
+        analyze_sensitivity(trace, options, layers, folder, overwrite, device, seed, output)
         return
     options.refuse()
 

@@ -38,6 +38,7 @@ def analyze_comparison(
     layers: str | None,
     folder: Path,
     overwrite: bool,
+    device: str,
     seed: int,
     output: Output,
 ) -> None:
@@ -56,6 +57,7 @@ def analyze_comparison(
         options.read_bytes,
         out=folder,
         overwrite=overwrite,
+        device=device,
         seed=seed,
         live=None if options.live is None else _live(opened, options.live, seed, output),
         progress=output.progress,

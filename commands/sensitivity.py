@@ -33,6 +33,7 @@ def analyze_sensitivity(
     layers: str | None,
     folder: Path,
     overwrite: bool,
+    device: str,
     seed: int,
     output: Output,
 ) -> None:
@@ -57,6 +58,7 @@ def analyze_sensitivity(
         max_error=MAX_ERROR if options.max_error is None else options.max_error,
         out=folder,
         overwrite=overwrite,
+        device=device,
         seed=seed,
         progress=output.progress,
     )

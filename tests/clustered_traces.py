@@ -26,13 +26,19 @@ GEOMETRY = ModelGeometry(
 )
 
 
-def write_clustered(path: Path, samples: int = 3) -> Path:
-    """Layer 0 is easy (tight clusters), layer 1 hard (no clusters), layer 2 windowed."""
+def write_clustered(
+    path: Path, samples: int = 3, prompt_queries: int = 0, dtype: torch.dtype = torch.float32
+) -> Path:
+    """Layer 0 is easy (tight clusters), layer 1 hard (no clusters), layer 2 windowed.
+
+    ``prompt_queries``: how many of the context's last queries are recorded, too.
+    """
+    named = str(dtype).removeprefix("torch.")
     header = {
         "model": "clustered",
         "fingerprint": "feedbeef",
-        "geometry": GEOMETRY.to_dict(),
-        "dtype": "float32",
+        "geometry": {**GEOMETRY.to_dict(), "dtype": named},
+        "dtype": named,
         "layers": list(range(LAYERS)),
         "kv_heads": list(range(HEADS)),
         "values": True,
@@ -56,13 +62,19 @@ def write_clustered(path: Path, samples: int = 3) -> Path:
                 for segment, length in ((context, CONTEXT), (answer, ANSWER)):
                     which = torch.randint(0, 60, (length,), generator=generator)
                     keys = centres[:, which] + spread * torch.randn(HEADS, length, DIM, generator=generator)
-                    sample.keys_values(
-                        layer, segment, keys, torch.randn(HEADS, length, DIM, generator=generator)
-                    )
+                    values = torch.randn(HEADS, length, DIM, generator=generator)
+                    sample.keys_values(layer, segment, keys.to(dtype), values.to(dtype))
                 wanted = centres[:, :GROUP].flatten(0, 1)
                 queries = wanted + 0.3 * torch.randn(ANSWER, HEADS * GROUP, DIM, generator=generator)
                 positions = torch.arange(CONTEXT, CONTEXT + ANSWER)
-                sample.queries(layer, answer, positions, torch.arange(ANSWER), 0, queries)
+                if prompt_queries:
+                    last = torch.arange(CONTEXT - prompt_queries, CONTEXT)
+                    asked = (
+                        wanted.expand(prompt_queries, -1, -1)
+                        * torch.linspace(0.5, 1, prompt_queries)[:, None, None]
+                    )
+                    sample.queries(layer, context, last, torch.full_like(last, -1), -1, asked.to(dtype))
+                sample.queries(layer, answer, positions, torch.arange(ANSWER), 0, queries.to(dtype))
             sample.record(0, 0, "clustered", "reference", "generated", None)
     writer.finish()
     return path

@@ -37,6 +37,7 @@ def compare(
     *,
     out: str | Path | None = None,
     overwrite: bool = False,
+    device: str = "cpu",
     seed: int = 0,
     live: Live | None = None,
     progress: Progress | None = None,
@@ -49,7 +50,8 @@ def compare(
     over an FP8 cache and the exact top-k stand beside. ``settings`` gives other parameters by policy;
     ``layers`` default to all in the trace. A policy that this trace cannot serve is listed in ``left_out``
     with the reason. ``live`` measures a policy on the model itself and returns what joins its row
-    (``InputError``: a note says why not).
+    (``InputError``: a note says why not). Vectors are moved to ``device`` (``cpu``, ``cuda``, ``auto``) layer
+    by layer.
 
     Returns the document: ``policies``, by ascending mean error, each with ``name``, ``params``,
     ``recall_at_100``, ``attention_mass``, ``output_error``, ``effective_tokens`` (per kv head),
@@ -58,16 +60,16 @@ def compare(
     turn). With ``out``, that folder receives ``compare.json`` and ``compare.html``.
 
     Raises ``InputError`` for policies that are unknown, named twice or all left out, for settings of a
-    policy that is not compared or of its budget, for layers the trace lacks, a target of no bytes, an
-    ``out`` that holds a comparison, and a trace without values or decode steps; ``TraceError`` for a
-    damaged trace.
+    policy that is not compared or of its budget, for layers the trace lacks, a device that does not exist, a
+    target of no bytes, an ``out`` that holds a comparison, and a trace without values or decode steps;
+    ``TraceError`` for a damaged trace.
     """
     started = time.perf_counter()
     if target_bytes is not None and not 0 < target_bytes < float("inf"):
         raise InputError(f"--read-bytes must be above 0, not {target_bytes:g}")
     chosen = _policies(policies, settings or {})
     trace = trace if isinstance(trace, Trace) else open_trace(trace, verify=True)
-    comparison = Comparison(trace, chosen_layers(trace, layers), seed)
+    comparison = Comparison(trace, chosen_layers(trace, layers), seed, device)
     _check(comparison)
     if out is not None:
         check_absent(Path(out), (DOCUMENT, PAGE), overwrite)

@@ -37,8 +37,8 @@ class Comparison(Recordings):
     they count in the bytes, not in what is said of its quality.
     """
 
-    def __init__(self, trace: Trace, layers: Sequence[int], seed: int = 0) -> None:
-        super().__init__(trace, range(trace.n_samples), layers)
+    def __init__(self, trace: Trace, layers: Sequence[int], seed: int = 0, device: str = "cpu") -> None:
+        super().__init__(trace, range(trace.n_samples), layers, device)
         self.timelines = [timeline for timeline in self.timelines if timeline.turns]
         self.seed = seed
         self.served = served_layers(trace, layers)
@@ -79,7 +79,7 @@ class Comparison(Recordings):
                 policy.select(index, steps.queries[c], steps.positions[c]).read_bytes(vectors.info).sum(1)
                 for c in chunks(len(steps.positions))
             ]
-            self._read[key] = np.concatenate([part.numpy().astype(np.float64) for part in parts])
+            self._read[key] = np.concatenate([part.cpu().numpy().astype(np.float64) for part in parts])
         return self._read[key]
 
     def measure(self, policy: Policy) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Comparison(Recordings):
         return tally.row(len(self.timelines))
 
     def _add(self, tally: _Tally, timeline: int, found: Sequence[LayerEvaluation]) -> None:
-        turns = decode_queries(self.vectors(timeline, self.layers[0])).turns.numpy()
+        turns = decode_queries(self.vectors(timeline, self.layers[0])).turns.cpu().numpy()
         served = [result for result in found if result.layer.layer in self.served]
         tally.add(self.timelines[timeline].request, turns, found, served)
 

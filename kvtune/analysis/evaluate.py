@@ -164,6 +164,7 @@ def evaluate(
     build_seconds = time.perf_counter() - started
     truth = layer_truth(layer) if truth is None else truth
     steps = decode_queries(held)
+    recorded = steps if held is layer else decode_queries(layer)
     columns = _Columns()
     ranked: list[Tensor] = []
     accesses: list[list[UnitAccesses]] = [[] for _ in range(layer.keys.shape[0])]
@@ -177,7 +178,7 @@ def evaluate(
         columns.add("effective_tokens", selection.effective_tokens())
         if recall:
             known = None if truth.best is None else truth.best[chunk]
-            asked = (steps.queries[chunk], steps.positions[chunk])
+            asked = (recorded.queries[chunk], recorded.positions[chunk])
             index_recall, attention_recall, best = recalls(layer, *asked, selection, known)
             columns.add("recall_index", index_recall.flatten(1))
             columns.add("recall_attention", attention_recall.flatten(1))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvtune.analysis.evaluate import LayerEvaluation, LayerTruth, build_index, evaluate, layer_truth
@@ -107,9 +108,15 @@ class Recordings:
 
     def _build(self, policy: Policy, timeline: int, layer: int) -> BuiltIndex:
         vectors = self.vectors(timeline, layer)
-        started = time.perf_counter()
+        started = self._now()
         index = build_index(policy, vectors, self.timelines[timeline].prompt_length)
-        return BuiltIndex(index, time.perf_counter() - started, _tensor_bytes(index))
+        return BuiltIndex(index, self._now() - started, _tensor_bytes(index))
+
+    def _now(self) -> float:
+        """Seconds, when all that was asked of the device is done."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
 
     def _make_room(self) -> None:
         """Drop the indexes used longest ago, the newest never."""

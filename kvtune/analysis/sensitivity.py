@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from kvtune.analysis.checks import check_vectors, chosen_layers
@@ -25,6 +26,7 @@ from kvtune.analysis.mixed_plan import (
 from kvtune.analysis.output import check_absent, json_text, write_files
 from kvtune.analysis.sensitivity_page import render_sensitivity
 from kvtune.analysis.statistics import Distribution
+from kvtune.devices import choose_device
 from kvtune.errors import InputError
 from kvtune.progress import Progress, silent
 from kvtune.quantisation import PARTS, get_precision
@@ -44,6 +46,7 @@ def sensitivity(
     max_error: float = MAX_ERROR,
     out: str | Path | None = None,
     overwrite: bool = False,
+    device: str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -58,11 +61,12 @@ def sensitivity(
     ``values`` alone, ``bytes_per_token`` of one head), ``heads`` (by precision, the most sensitive first:
     mean ``output_error``, and ``keys`` and ``values`` alone), ``plan`` (see
     :func:`~kvtune.analysis.mixed_plan.propose`) and provenance. With ``out``, that folder receives
-    ``sensitivity.json`` and ``sensitivity.html``; ``overwrite`` replaces those two there. ``seed`` drives
-    the sample behind a p95 of very many values.
+    ``sensitivity.json`` and ``sensitivity.html``; ``overwrite`` replaces those two there. Vectors are moved
+    to ``device`` (``cpu``, ``cuda``, ``auto``) layer by layer. ``seed`` drives the sample behind a p95 of
+    very many values.
 
-    Raises ``InputError`` for unknown precisions or layers, a trace without values or decode steps and files
-    that exist, ``TraceError`` for a damaged trace and for NaN or infinite vectors.
+    Raises ``InputError`` for unknown precisions, layers or devices, a trace without values or decode steps
+    and files that exist, ``TraceError`` for a damaged trace and for NaN or infinite vectors.
     """
     started = time.perf_counter()
     names = list(dict.fromkeys(precisions))
@@ -71,13 +75,14 @@ def sensitivity(
     for name in names:
         get_precision(name)
     check_plan_options(native_share, target_drop)
+    place = choose_device(device)
     trace = trace if isinstance(trace, Trace) else open_trace(trace, verify=True)
     if not trace.has_values:
         raise InputError(f"the trace '{trace.path}' holds no values", "capture it without --no-values")
     chosen = chosen_layers(trace, layers)
     if out is not None:
         check_absent(Path(out), (SENSITIVITY, SENSITIVITY_PAGE), overwrite)
-    errors = _measure(trace, names, chosen, seed, progress or silent)
+    errors = _measure(trace, names, chosen, seed, place, progress or silent)
     document = _document(trace, errors, native_share, target_drop, max_error)
     document["seed"], document["seconds"] = seed, round(time.perf_counter() - started, 3)
     if out is not None:
@@ -122,7 +127,12 @@ class _Errors:
 
 
 def _measure(
-    trace: Trace, names: Sequence[str], layers: Sequence[int], seed: int, progress: Progress
+    trace: Trace,
+    names: Sequence[str],
+    layers: Sequence[int],
+    seed: int,
+    device: torch.device,
+    progress: Progress,
 ) -> _Errors:
     errors = _Errors(names, layers, trace.kv_heads, seed)
     timelines = [
@@ -137,8 +147,8 @@ def _measure(
                 layer = timeline.layer(number)
                 check_vectors(layer)
                 if bool(layer.decode.any()):
-                    found = head_errors(layer, names, timeline.prompt_length)
-                    errors.add(number, {key: value.double().numpy() for key, value in found.items()})
+                    found = head_errors(layer.to(device), names, timeline.prompt_length)
+                    errors.add(number, {key: value.double().cpu().numpy() for key, value in found.items()})
                 task.advance(note=f"sample {timeline.sample}, layer {number}")
     if not errors.steps:
         raise InputError(

@@ -49,6 +49,10 @@ class QuantisedLayer(TimelineLayer):
         return self.source.queries.float()
 
     @property
+    def key_positions(self) -> Tensor:  # type: ignore[override]
+        return self.source.key_positions
+
+    @property
     def query_positions(self) -> Tensor:
         return self.source.query_positions
 

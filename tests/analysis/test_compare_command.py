@@ -82,6 +82,7 @@ def test_quiet_prints_the_folder_alone(cli, trace):
         (("--compare", "quest", "--precisions", "fp8"), "--precisions goes with --sensitivity"),
         (("--compare", "quest", "--set", "page_size=8"), "--set quest.page_size=8"),
         (("--compare", "quest", "--layers", "0-9"), "layer 9"),
+        (("--compare", "quest", "--device", "cuda:99"), "device 'cuda:99'"),
         (("--compare", "quest", "--read-bytes", "-1"), "--read-bytes"),
         (("--compare", "quest", "--live", "4"), "--live must lie in 1…1"),
         (("--read-bytes", "9"), "--read-bytes goes with --compare"),

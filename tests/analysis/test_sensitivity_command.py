@@ -76,6 +76,7 @@ def test_the_options_of_the_plan_reach_it(cli, trace):
         (("--sensitivity", "--precisions", "fp9"), "did you mean 'fp8'"),
         (("--sensitivity", "--precisions", ","), "no precision"),
         (("--sensitivity", "--layers", "0-7"), "layer 7"),
+        (("--sensitivity", "--device", "cuda:99"), "device 'cuda:99'"),
         (("--sensitivity", "--native-share", "2"), "native share"),
         (("--sensitivity", "--policy", "full"), "leave out --policy"),
         (("--sensitivity", "--set", "tokens=4"), "leave out --policy"),
