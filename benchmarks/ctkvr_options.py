@@ -2,7 +2,12 @@
 
 Every option is held against the plain method with the same settings, on the same decode steps. Centroids
 made by k-means are held against as many last queries; offline centroids are learned from the other samples.
-Run: ``python benchmarks/ctkvr_options.py TRACE --layers 5,15,25 --set top_k=128 rho=256``.
+Numbers are means over the layers; ``error_by_layer`` and ``recall_by_layer`` say how they differ. The trace
+and the run behind results/ctkvr_options.json:
+
+``kvtune capture smollm2-135m --task code_search --context 4000 --samples 2 --decode 128 --layers
+3,9,15,21,27 --out TRACE``; ``python benchmarks/ctkvr_options.py TRACE --layers 3,9,15,21,27 --set top_k=128
+rho=256 --interval 32 --cold-start 32``.
 """
 
 from __future__ import annotations
@@ -71,7 +76,9 @@ def option_effects(trace: Trace, layers: list[int], chosen: list[Variant]) -> li
     Offline centroids come from the other samples; with one sample only, that row is left out.
     """
     chosen = [variant for variant in chosen if variant.name != OFFLINE or trace.n_samples > 1]
-    sums: dict[str, dict[str, float]] = {variant.name: {} for variant in chosen}
+    sums: dict[str, dict[int, dict[str, list[float]]]] = {
+        variant.name: {layer: {m: [0.0, 0.0] for m in MEASURES} for layer in layers} for variant in chosen
+    }
     for timeline, layer, learned in _units(trace, layers, chosen):
         vectors = timeline.layer(layer)
         truth, indexes = layer_truth(vectors), {}
@@ -83,13 +90,16 @@ def option_effects(trace: Trace, layers: list[int], chosen: list[Variant]) -> li
                 indexes[key] = build_index(policy, vectors, timeline.prompt_length)
             found = evaluate(policy, vectors, timeline.prompt_length, index=indexes[key], truth=truth)
             for name in MEASURES:
-                values, into = getattr(found, name).double(), sums[variant.name]
-                into[name] = into.get(name, 0.0) + float(values.sum())
-                into[f"{name} count"] = into.get(f"{name} count", 0.0) + values.numel()
-    means = {
-        name: {m: into[m] / max(into[f"{m} count"], 1.0) for m in MEASURES} for name, into in sums.items()
+                values, into = getattr(found, name).double(), sums[variant.name][layer][name]
+                into[0] += float(values.sum())
+                into[1] += values.numel()
+    by_layer = {
+        name: {
+            layer: {m: into[m][0] / max(into[m][1], 1.0) for m in MEASURES} for layer, into in found.items()
+        }
+        for name, found in sums.items()
     }
-    return [_row(variant, means) for variant in chosen]
+    return [_row(variant, by_layer) for variant in chosen]
 
 
 def _units(trace: Trace, layers: list[int], chosen: list[Variant]) -> Iterator[tuple[Timeline, int, Path]]:
@@ -118,9 +128,14 @@ def _learned(trace: Trace, samples: list[int], layer: int, policy: Any) -> Any:
     return learn_centroids(queries, policy.n_centroids)
 
 
-def _row(variant: Variant, means: dict[str, dict[str, float]]) -> dict[str, Any]:
-    own = means[variant.name]
-    peer = means[variant.peer] if variant.peer else None
+def _mean(by_layer: dict[int, dict[str, float]]) -> dict[str, float]:
+    return {m: sum(found[m] for found in by_layer.values()) / len(by_layer) for m in MEASURES}
+
+
+def _row(variant: Variant, measured: dict[str, dict[int, dict[str, float]]]) -> dict[str, Any]:
+    by_layer = measured[variant.name]
+    own = _mean(by_layer)
+    peer = _mean(measured[variant.peer]) if variant.peer else None
     return {
         "name": f"ctkvr_{variant.name}" if variant.name != PLAIN else PLAIN,
         "value": own["error"],
@@ -130,12 +145,29 @@ def _row(variant: Variant, means: dict[str, dict[str, float]]) -> dict[str, Any]
         "ratio": None if peer is None or not own["error"] else peer["error"] / own["error"],
         "parameters": variant.parameters,
         **{name: own[name] for name in MEASURES if name != "error"},
-        **(
-            {}
-            if peer is None
-            else {f"{n}_ratio": own[n] / max(peer[n], 1e-30) for n in ("read_bytes", "scan_bytes")}
-        ),
+        "error_by_layer": {str(layer): found["error"] for layer, found in by_layer.items()},
+        "recall_by_layer": {str(layer): found["recall_attention"] for layer, found in by_layer.items()},
+        **({} if peer is None else _changes(own, peer)),
     }
+
+
+def _changes(own: dict[str, float], peer: dict[str, float]) -> dict[str, float]:
+    """Recall in shares gained; error and bytes relative to the peer's."""
+    recalls = {f"{name}_change": own[name] - peer[name] for name in ("recall_index", "recall_attention")}
+    ratios = {f"{n}_ratio": own[n] / max(peer[n], 1e-30) for n in ("error", "read_bytes", "scan_bytes")}
+    return {**recalls, **ratios}
+
+
+def effects(rows: list[dict[str, Any]]) -> str:
+    """Recall and bytes of every row beside those of its peer, which :func:`record.table` leaves out."""
+    lines = [f"{'':30} {'error':>7} {'recall':>7} {'change':>7} {'read':>6} {'scan':>6}"]
+    for row in rows:
+        change = row.get("recall_attention_change", 0.0)
+        lines.append(
+            f"{row['name']:30} {row['value']:7.4f} {row['recall_attention']:7.3f} {change:+7.3f} "
+            f"{row.get('read_bytes_ratio', 1.0):5.2f}x {row.get('scan_bytes_ratio', 1.0):5.2f}x"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -148,6 +180,7 @@ def main() -> None:
     parser.add_argument("--thinned", type=int, default=256, help="centroids that k-means keeps")
     parser.add_argument("--interval", type=int, default=1000, help="decode steps between splits and merges")
     parser.add_argument("--cold-start", type=int, default=200)
+    parser.add_argument("--average-length", type=int, help="default: half of the mean prompt")
     options = parser.parse_args()
     trace = open_trace(options.trace)
     layers = [int(part) for part in options.layers.split(",")] if options.layers else list(trace.layers)
@@ -155,11 +188,13 @@ def main() -> None:
     timelines = [t for s in range(trace.n_samples) for t in trace.timelines(s)]
     mean = round(sum(t.prompt_length for t in timelines) / len(timelines))
     later = max(len(t.token_ids) - t.prompt_length for t in timelines)
-    chosen = variants(base, options.thinned, options.interval, options.cold_start, mean)
+    average = options.average_length or mean // 2
+    chosen = variants(base, options.thinned, options.interval, options.cold_start, average)
     rows = option_effects(trace, layers, chosen)
     for row in rows:
         row.update(model=trace.model, prompt_tokens=mean, later_tokens=later, layers=layers)
     print(table(rows))
+    print(effects(rows))
     print(f"wrote {record(rows, 'ctkvr_options')}")
 
 
