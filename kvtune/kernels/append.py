@@ -37,18 +37,30 @@ def append(
 
 
 @triton.jit
-def _append_kernel(
-    keys, values, stored_keys, stored_values, resident, key_stride, value_stride, dim, width, sink, window,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
+def write_token(
+    keys, values, stored_keys, stored_values, unit, row, key_stride, value_stride, dim, width,
+    DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    unit = tl.program_id(0).to(tl.int64)
-    row = tl.load(resident + unit * 4 + 3)
+    """Write the new token of ``unit`` at ``row`` of what is stored; returns its key [DIM]."""
     channel, column = tl.arange(0, DIM), tl.arange(0, WIDTH)
     key = tl.load(keys + unit * dim + channel, mask=channel < dim)
     tl.store(stored_keys + unit * key_stride + row.to(tl.int64) * dim + channel, key, mask=channel < dim)
     value = tl.load(values + unit * width + column, mask=column < width)
     at = unit * value_stride + row.to(tl.int64) * width + column
     tl.store(stored_values + at, value, mask=column < width)
+    return key
+
+
+@triton.jit
+def _append_kernel(
+    keys, values, stored_keys, stored_values, resident, key_stride, value_stride, dim, width, sink, window,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0).to(tl.int64)
+    row = tl.load(resident + unit * 4 + 3)
+    write_token(
+        keys, values, stored_keys, stored_values, unit, row, key_stride, value_stride, dim, width, DIM, WIDTH
+    )
     tl.store(resident + unit * 4 + 3, row + 1)
     if BOUNDED:
         start = tl.maximum(row + 1 - window, 0)

@@ -216,7 +216,7 @@ def _part_kernel(
     """Part the blocks: at or above the first threshold's bin, surely estimated, in the second one's bin."""
     unit = tl.program_id(1).to(tl.int64)
     visible = tl.load(plan + unit * 4)
-    if tl.program_id(0) * TILE < visible:
+    if tl.program_id(0) * TILE < tl.maximum(visible, 1):  # the first also says that there are none
         side = tl.arange(0, _SIDE)
         mine = histogram + unit * _BINS
         lines = tl.sum(tl.load(mine + side[:, None] * _SIDE + side[None, :]), 1)
