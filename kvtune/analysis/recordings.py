@@ -35,8 +35,9 @@ class Recordings:
 
     References (full attention) are small and kept for good. Indexes are shared by policies of one name and
     ``build_key``, and kept up to ``INDEXES_PER_LAYER`` and ``INDEX_BYTES``, the layers' vectors up to
-    ``VECTOR_BYTES``, least recently used first out. A policy that evicts keeps state in its index: it gets
-    a fresh one each time. Everything is computed on ``device``; results come back to the CPU.
+    ``VECTOR_BYTES``, least recently used first out. A policy that evicts starts over from the prompt at its
+    first step, so it shares an index like any other. Everything is computed on ``device``; results come
+    back to the CPU.
     """
 
     def __init__(
@@ -76,8 +77,6 @@ class Recordings:
 
     def index(self, policy: Policy, timeline: int, layer: int) -> BuiltIndex:
         """The policy's index over the whole timeline; an earlier one where that is the same."""
-        if policy.evicts:
-            return self._build(policy, timeline, layer)
         key = (policy.name, *policy.build_key(), timeline, layer)
         if key not in self._indexes:
             self._indexes[key] = self._build(policy, timeline, layer)

@@ -14,9 +14,7 @@ from kvtune.analysis.comparison import Comparison
 from kvtune.analysis.evaluate import decode_queries, evaluate
 from kvtune.errors import InputError
 from kvtune.policies import get_policy
-from kvtune.policies.base import Selection
 from kvtune.policies.plan import Plan
-from kvtune.policies.streaming import Streaming
 from kvtune.traces import open_trace
 
 KEYS = {
@@ -29,6 +27,13 @@ KEYS = {
 @pytest.fixture(scope="module")
 def trace(tmp_path_factory):
     return open_trace(write_clustered(tmp_path_factory.mktemp("compare") / "clustered", samples=2))
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """A trace with prompt queries."""
+    folder = tmp_path_factory.mktemp("asked") / "clustered"
+    return open_trace(write_clustered(folder, samples=1, prompt_queries=40))
 
 
 @pytest.fixture(scope="module")
@@ -158,27 +163,18 @@ def test_turns_and_requests_are_told_apart(tiny_trace):
     assert full[0]["read_bytes_per_step"] < full[1]["read_bytes_per_step"]
 
 
-class Forgetful(Streaming):
-    """An eviction policy whose index may be used for one pass only, as its state has moved on after it."""
-
-    name = "forgetful"
-    evicts = True
-
-    def build(self, keys, values, prompt_queries, layer):
-        return {"layer": layer, "last": -1}
-
-    def select(self, index, queries, positions) -> Selection:
-        assert int(positions[0]) > index["last"], "this index has been stepped past these positions"
-        index["last"] = int(positions[-1])
-        return super().select(index["layer"], queries, positions)
-
-
-def test_an_index_that_evicts_is_never_used_twice(trace):
-    comparison = Comparison(trace, [0, 1])
-    policy = Forgetful(recent=300)
-    read = comparison.read_bytes(policy)
-    row = comparison.measure(policy)
-    assert row["read_bytes_per_step"] == read == comparison.read_bytes(Streaming(recent=300))
+@pytest.mark.parametrize(
+    ("name", "settings"), [("snapkv", {"window": 16}), ("pyramidkv", {"window": 16}), ("h2o", {})]
+)
+def test_policies_that_evict_share_an_index_and_start_over_on_it(asked, monkeypatch, name, settings):
+    kind, builds = type(get_policy(name)), []
+    build = kind.build
+    monkeypatch.setattr(kind, "build", lambda self, *args: builds.append(1) or build(self, *args))
+    row = rows(compare(asked, [name], {name: settings}, layers=[0, 1], target_bytes=120_000))[name]
+    assert len(builds) == 2 and row["params"] != get_policy(name, settings).parameters()
+    policy, (timeline,) = get_policy(name, row["params"]), asked.timelines(0)
+    errors = [evaluate(policy, timeline.layer(n), timeline.prompt_length).error for n in (0, 1)]
+    assert row["output_error"]["mean"] == pytest.approx(float(np.mean(errors)), rel=1e-6)
 
 
 def test_an_index_is_built_once_for_all_budgets(trace, monkeypatch):
