@@ -32,6 +32,10 @@ def analyze(
         str | None, typer.Option("--policy", help="Policy to evaluate on the trace (default: wave_index).")
     ] = None,
     set_: Settings = None,
+    precision: Annotated[
+        str | None,
+        typer.Option("--precision", help="KV precision that the policy works on: fp8, int8, int4, kivi2."),
+    ] = None,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank heads by the error of KV precisions instead.")
     ] = False,
@@ -87,6 +91,8 @@ def analyze(
     comparison = ComparisonOptions(read_bytes, live)
     if sensitivity and compare is not None:
         raise InputError("--sensitivity and --compare exclude each other")
+    if precision is not None and (sensitivity or compare is not None):
+        raise InputError("--precision goes with one policy: leave out --compare and --sensitivity")
     if compare is not None:
         options.refuse()
         if policy is not None:
@@ -116,6 +122,7 @@ def analyze(
         wanted,
         out=folder,
         overwrite=overwrite,
+        precision=precision,
         device=device,
         seed=seed,
         progress=output.progress,
@@ -134,7 +141,7 @@ def default_out(trace: Path) -> Path:
 
 
 def _human(output: Output, document: dict[str, Any]) -> None:
-    from kvtune.analysis.report import subtitle, summary_rows
+    from kvtune.analysis.report import policy_name, subtitle, summary_rows
     from kvtune.analysis.text import percent
 
     output.line(f"{document['model']}: {subtitle(document)}")
@@ -156,7 +163,7 @@ def _human(output: Output, document: dict[str, Any]) -> None:
     output.table(
         ["measure", "value", ""],
         [(row.measure, row.value, row.note) for row in rows],
-        title=f"Full attention, and {document['policy']['name']} against it",
+        title=f"Full attention, and {policy_name(document)} against it",
     )
     verdicts = {True: "yes", False: "no", None: "unclear"}
     output.table(

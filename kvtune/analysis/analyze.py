@@ -28,6 +28,7 @@ from kvtune.errors import InputError
 from kvtune.policies import Policy, get_policy
 from kvtune.policies.plan import Plan, as_plan
 from kvtune.progress import Progress, silent
+from kvtune.quantisation import get_precision
 from kvtune.traces import Timeline, Trace, open_trace
 
 DEFAULT_POLICY = "wave_index"
@@ -41,6 +42,7 @@ def analyze(
     *,
     out: str | Path | None = None,
     overwrite: bool = False,
+    precision: str | None = None,
     device: str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
@@ -49,20 +51,27 @@ def analyze(
 
     ``policy`` is a policy, a plan, or a name (default ``wave_index``) with ``settings``; ``layers`` default
     to all in the trace. All decode steps of all samples are measured; a trace without values gives no
-    policy measures. With ``out``, that folder receives ``summary.json``, ``metrics.parquet`` and
-    ``report.html``; ``overwrite`` replaces those three there.
+    policy measures. With ``precision`` (``fp8``, ``int4``, …) the policy indexes and attends keys and values
+    held in it; the truth stays as recorded. With ``out``, that folder receives ``summary.json``,
+    ``metrics.parquet`` and ``report.html``; ``overwrite`` replaces those three there.
 
     Returns the document of ``summary.json``: the measures of
     :func:`~kvtune.analysis.summary.measures`, bytes per step, ``layers`` (the same per layer), ``claims``
     and provenance. Numbers are NaN where nothing could be measured. ``seed`` drives the bootstrap.
 
-    Raises ``InputError`` for unknown policies, parameters or layers and an ``out`` that exists,
+    Raises ``InputError`` for unknown policies, parameters, precisions or layers and an ``out`` that exists,
     ``TraceError`` for a damaged trace and for NaN or infinite keys (sample, layer, head, position).
     """
     started = time.perf_counter()
     plan = _plan(policy, settings)
+    if precision is not None:
+        get_precision(precision)
     place = choose_device(device)
     trace = trace if isinstance(trace, Trace) else open_trace(trace, verify=True)
+    if precision is not None and not trace.has_values:
+        raise InputError(
+            "a precision needs values, and this trace holds none", "capture it without --no-values"
+        )
     chosen = chosen_layers(trace, layers)
     served = served_layers(trace, chosen)
     if out is not None:
@@ -73,7 +82,7 @@ def analyze(
         for timeline in timelines:
             below: LayerRanking | None = None
             for number in chosen:
-                below, found = _measure(timeline, number, plan, below, place)
+                below, found = _measure(timeline, number, plan, below, place, precision)
                 if found:
                     summary.add(timeline.sample, number, found, number in served)
                     tidy.add(timeline.sample, timeline.index, number, found)
@@ -82,7 +91,7 @@ def analyze(
         raise InputError(
             f"the trace '{trace.path}' holds no decode steps", "capture it with --decode 1 or more"
         )
-    document = analysis_document(trace, plan, summary, timelines)
+    document = analysis_document(trace, plan, summary, timelines, precision)
     document["seed"], document["seconds"] = seed, round(time.perf_counter() - started, 3)
     if out is not None:
         write_analysis(Path(out), document, tidy.table())
@@ -103,6 +112,7 @@ def _measure(
     plan: Plan,
     below: LayerRanking | None,
     device: torch.device,
+    precision: str | None,
 ) -> tuple[LayerRanking, list[Observations]]:
     """One layer of one timeline: its ranking, which serves the layer above, and all that was measured."""
     layer = timeline.layer(number)
@@ -111,5 +121,5 @@ def _measure(
     ranking = measure_attention(layer, timeline.prompt_length, TOP_K, LAGS)
     found = ranking.observations + measure_neighbour(below, ranking, layer)
     if timeline.trace.has_values:
-        found += measure_policy(layer, timeline.prompt_length, plan.for_layer(layer.info))
+        found += measure_policy(layer, timeline.prompt_length, plan.for_layer(layer.info), precision)
     return ranking, [seen.cpu() for seen in found]

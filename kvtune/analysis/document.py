@@ -18,7 +18,11 @@ from kvtune.traces import Timeline, Trace
 
 
 def analysis_document(
-    trace: Trace, plan: Plan, summary: Summary, timelines: Sequence[Timeline]
+    trace: Trace,
+    plan: Plan,
+    summary: Summary,
+    timelines: Sequence[Timeline],
+    precision: str | None = None,
 ) -> dict[str, Any]:
     """Everything that ``summary.json`` says (see :func:`kvtune.analysis.analyze`)."""
     lengths = [timeline.prompt_length for timeline in timelines]
@@ -26,7 +30,7 @@ def analysis_document(
     return {
         "trace": str(trace.path),
         "model": trace.model,
-        "policy": _policy(plan),
+        "policy": {**_policy(plan), "precision": precision},
         "samples": trace.n_samples,
         "timelines": len(timelines),
         "turns": len(summary.turns()),

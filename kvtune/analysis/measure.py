@@ -39,6 +39,7 @@ from kvtune.analysis.locality import (
 from kvtune.analysis.metrics import Observations
 from kvtune.geometry import PAGE_TOKENS, LayerInfo
 from kvtune.policies.base import Policy, Selection
+from kvtune.quantisation import quantised
 from kvtune.traces import TimelineLayer
 
 TOP_K = 100
@@ -154,14 +155,17 @@ def _visible(steps: DecodeQueries, info: LayerInfo) -> Tensor:
     return visible if info.window is None else visible.clamp_max(info.window)
 
 
-def measure_policy(layer: TimelineLayer, prompt_length: int, policy: Policy) -> list[Observations]:
-    """What ``policy`` keeps, loses and reads on the decode steps of ``layer``."""
+def measure_policy(
+    layer: TimelineLayer, prompt_length: int, policy: Policy, precision: str | None = None
+) -> list[Observations]:
+    """What ``policy`` keeps, loses and reads on the decode steps of ``layer``, held in ``precision``."""
     turns = decode_queries(layer).turns
     if not len(turns):
         return []
-    index, truth = build_index(policy, layer, prompt_length), layer_truth(layer)
-    estimates = not policy.evicts and _estimates(policy, index, layer)
-    result = evaluate(policy, layer, prompt_length, index=index, truth=truth)
+    held = layer if precision is None else quantised(layer, precision, prompt_length)
+    index, truth = build_index(policy, held, prompt_length), layer_truth(layer)
+    estimates = not policy.evicts and _estimates(policy, index, held)
+    result = evaluate(policy, layer, prompt_length, index=index, truth=truth, precision=precision)
     names = (
         "recall_index",
         "recall_attention",
@@ -173,7 +177,15 @@ def measure_policy(layer: TimelineLayer, prompt_length: int, policy: Policy) -> 
     )
     found = [Observations(name, getattr(result, name), turns) for name in names]
     if estimates:
-        bare = evaluate(ExactOnly(policy), layer, prompt_length, index=index, truth=truth, recall=False)
+        bare = evaluate(
+            ExactOnly(policy),
+            layer,
+            prompt_length,
+            index=index,
+            truth=truth,
+            recall=False,
+            precision=precision,
+        )
         found.append(Observations("error_without_estimation", bare.error, turns))
     return found
 

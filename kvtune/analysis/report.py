@@ -36,7 +36,7 @@ def render_report(document: Document, metrics: pa.Table) -> str:
         section(
             "How many tokens does attention need?", _CONCENTRATION, concentration_figures(document, metrics)
         ),
-        section(f"What {policy['name']} costs and loses", f"{_POLICY} Here: {named}.", policy_plots),
+        section(f"What {policy_name(document)} costs and loses", f"{_POLICY} Here: {named}.", policy_plots),
         _layer_table(document),
         _glossary(),
         _provenance(document),
@@ -61,7 +61,7 @@ _CONCENTRATION = (
 )
 _POLICY = (
     "The policy chooses tokens for every recorded step; its output is compared with full attention over the "
-    "same keys."
+    "recorded keys."
 )
 
 
@@ -84,7 +84,7 @@ def findings(document: Document) -> list[str]:
     if not math.isnan(error["mean"]):
         share = document["read_bytes_per_step"] / document["full_read_bytes_per_step"]
         found.append(
-            f"{document['policy']['name']} reads {percent(share)} of full attention's bytes per step, "
+            f"{policy_name(document)} reads {percent(share)} of full attention's bytes per step, "
             f"attends {tokens(document['effective_tokens'])} tokens exactly and holds "
             f"{percent(mass['mean'])} of the mass; its output is off by {number(error['mean'])} on average, "
             f"by {number(error['p95'])} at the 95th percentile (relative to the exact output)."
@@ -273,8 +273,15 @@ def windows_note(document: Document) -> list[str]:
     ]
 
 
+def policy_name(document: Document) -> str:
+    """The policy, and the precision of the cache that it works on where that is not the model's."""
+    policy = document["policy"]
+    return policy["name"] if policy["precision"] is None else f"{policy['name']} in {policy['precision']}"
+
+
 def _settings(policy: Document) -> str:
-    return ", ".join(f"{key}={value}" for key, value in policy["parameters"].items()) or "no parameters"
+    settings = [f"{key}={value}" for key, value in policy["parameters"].items()] or ["no parameters"]
+    return ", ".join(settings + ([f"KV in {policy['precision']}"] if policy["precision"] else []))
 
 
 def _interval(entry: Document, show: Any) -> str:

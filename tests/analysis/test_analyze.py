@@ -8,10 +8,12 @@ from html.parser import HTMLParser
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from kvtune.analysis import analyze
+from kvtune.analysis.evaluate import evaluate
 from kvtune.analysis.figures import head_means
-from kvtune.analysis.report import subtitle, windows_note
+from kvtune.analysis.report import findings, subtitle, windows_note
 from kvtune.errors import InputError, RunError, TraceError
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
@@ -143,6 +145,28 @@ def test_some_layers_and_a_plan(tiny_trace):
     assert (
         document["layers"][1]["output_error"]["mean"] < 1e-5 < document["layers"][0]["output_error"]["mean"]
     )
+
+
+def test_a_precision_is_that_of_the_cache_under_the_policy(tiny_trace):
+    policy, plain = get_policy("oracle_topk", ORACLE), analyze(tiny_trace, get_policy("oracle_topk", ORACLE))
+    document = analyze(tiny_trace, policy, precision="int4")
+    trace, errors = open_trace(tiny_trace), []
+    for timeline in (t for sample in range(trace.n_samples) for t in trace.timelines(sample)):
+        for number in (0, 1):
+            layer, length = timeline.layer(number), timeline.prompt_length
+            errors.append(evaluate(policy, layer, length, precision="int4").error)
+    assert document["output_error"]["mean"] == pytest.approx(float(torch.cat(errors).mean()), rel=1e-5)
+    assert document["output_error"]["mean"] > plain["output_error"]["mean"]
+    assert document["read_bytes_per_step"] < plain["read_bytes_per_step"]
+    assert document["entropy"] == plain["entropy"]
+    assert (document["policy"]["precision"], plain["policy"]["precision"]) == ("int4", None)
+    assert any("oracle_topk in int4 reads" in sentence for sentence in findings(document))
+
+
+def test_a_precision_needs_values(make_trace, tmp_path):
+    path = make_trace(tmp_path / "keys", samples=1, with_values=False)
+    with pytest.raises(InputError, match="needs values"):
+        analyze(path, precision="fp8")
 
 
 def test_the_default_policy_is_the_wave_index(tiny_trace):

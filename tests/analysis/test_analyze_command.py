@@ -49,6 +49,14 @@ def test_the_summary_fits_a_terminal_and_says_what_to_do_next(cli, trace, monkey
     assert (default_out(trace) / "report.html").is_file()
 
 
+def test_a_precision_is_named_where_the_policy_is(cli, trace):
+    ran = cli("analyze", trace, *SETTINGS, "--precision", "int8")
+    assert ran.exit_code == 0, ran.err
+    assert "oracle_topk in int8 against it" in ran.out
+    page = (default_out(trace) / "report.html").read_text(encoding="utf-8")
+    assert "KV in int8" in page
+
+
 def test_json_is_one_document_without_nan(cli, trace, tmp_path):
     ran = cli("analyze", trace, *SETTINGS, "--json", "--out", tmp_path / "here")
     document = json.loads(ran.out, parse_constant=pytest.fail)
@@ -78,6 +86,8 @@ def test_nothing_is_overwritten_silently(cli, trace):
         (("--set", "tokns=4"), "tokns"),
         (("--set", "retrieval=2"), "retrieval"),
         (("--seed", "-1"), "seed"),
+        (("--precision", "fp9"), "did you mean 'fp8'"),
+        (("--precision", "int4", "--sensitivity"), "--precision goes with one policy"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(cli, trace, arguments, words):
