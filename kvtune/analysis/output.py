@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 
 from kvtune.analysis.report import render_report
 from kvtune.errors import InputError, RunError
+from kvtune.traces import atomic
 
 SUMMARY, METRICS_TABLE, REPORT = "summary.json", "metrics.parquet", "report.html"
 
@@ -64,10 +65,9 @@ def write_files(folder: Path, writers: Mapping[str, Callable[[Path], object]]) -
         folder.mkdir(parents=True, exist_ok=True)
         for name, write in writers.items():
             write(temporary[name])
-            with temporary[name].open("rb+") as file:
-                os.fsync(file.fileno())
+            atomic.sync(temporary[name])
         for name, path in temporary.items():
-            os.replace(path, folder / name)
+            atomic.move(path, folder / name)
         fresh = False
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
