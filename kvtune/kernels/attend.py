@@ -85,21 +85,30 @@ class SparseAttention:
         self.n_estimated = triton.cdiv(estimated, self.estimated_chunk)
         parts = self.n_exact + self.n_estimated
         self.side = torch.cuda.Stream() if torch.device(device).type == "cuda" else None
+        self._forked = False
         self.sums = torch.zeros(units, parts, group, value_dim, dtype=torch.float32, device=device)
         self.peaks = torch.zeros(2, units, parts, group, dtype=torch.float32, device=device)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is launched inside runs beside what follows, until the next call of this object.
+        """What is launched inside runs beside what follows, until the next use of this object.
 
         It starts after what was launched so far (on a GPU, on a second stream).
         """
         if self.side is None:
             yield
             return
+        self._join()
         self.side.wait_stream(torch.cuda.current_stream())
+        self._forked = True
         with torch.cuda.stream(self.side):
             yield
+
+    def _join(self) -> None:
+        """Let what follows wait for what runs beside."""
+        if self.side is not None and self._forked:
+            torch.cuda.current_stream().wait_stream(self.side)
+            self._forked = False
 
     def estimate(self, zone: Estimate) -> None:
         """Attend the clusters of ``zone``; the next call merges them in."""
@@ -131,6 +140,8 @@ class SparseAttention:
         """
         units, group, dim = queries.shape
         width, parts = values.shape[2], self.sums.shape[1]
+        if n_estimated is None:
+            self._join()  # beside an estimate, exact rows are attended at the same time
         _exact_kernel[(self.n_exact, units)](
             queries, keys, values, rows.resident, rows.listed, rows.n_listed, self.sums, self.peaks,
             keys.stride(0), values.stride(0), rows.listed.stride(0), units, parts, self.exact_chunk,
@@ -138,8 +149,7 @@ class SparseAttention:
             DIM=padded(dim), WIDTH=padded(width), GROUP=ROWS, TILE=EXACT.tile, SOFTCAP=softcap is not None,
             num_warps=EXACT.warps, num_stages=EXACT.stages,
         )  # fmt: skip
-        if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+        self._join()
         _merge_kernel[(units, group)](
             self.sums, self.peaks, rows.resident, rows.n_listed,
             rows.n_listed if n_estimated is None else n_estimated, out,

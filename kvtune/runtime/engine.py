@@ -35,7 +35,10 @@ from kvtune.errors import unknown
 from kvtune.models import LoadedModel
 from kvtune.policies.plan import Plan
 
-_ENGINES = {"torch": "kvtune.runtime.torch_engine:TorchEngine"}
+_ENGINES = {
+    "torch": "kvtune.runtime.torch_engine:TorchEngine",
+    "fused": "kvtune.runtime.fused_engine:FusedEngine",
+}
 """Name → module:class, each made as ``class(loaded, plan, options)``."""
 AUTO = "auto"
 OFFLOAD = ("none", "cpu")
@@ -201,12 +204,32 @@ def engine_names() -> list[str]:
 
 
 def open_engine(name: str, loaded: LoadedModel, plan: Plan, options: EngineOptions) -> Engine:
-    """The engine called ``name``; ``auto`` is ``torch``, which runs every policy on any device.
+    """The engine called ``name``.
 
-    Raises ``InputError`` for an unknown name or what the engine refuses.
+    ``auto`` is ``fused`` on a CUDA device where it serves the plan, else ``torch``, which runs every policy
+    that does not evict on any device. Raises ``InputError`` for an unknown name or what the engine refuses.
     """
     if name != AUTO and name not in _ENGINES:
         raise unknown("engine", name, engine_names())
-    module, _, kind = _ENGINES["torch" if name == AUTO else name].partition(":")
+    note = None
+    if name == AUTO:
+        name, note = _best(loaded, plan)
+    module, _, kind = _ENGINES[name].partition(":")
     make: Callable[[LoadedModel, Plan, EngineOptions], Engine] = getattr(import_module(module), kind)
-    return make(loaded, plan, options)
+    engine = make(loaded, plan, options)
+    if note is not None:
+        engine.notes.append(note)
+    return engine
+
+
+def _best(loaded: LoadedModel, plan: Plan) -> tuple[str, str | None]:
+    """The fastest engine that serves ``plan`` here, and why it is not the fused one."""
+    if loaded.device.type != "cuda":
+        return "torch", None
+    try:
+        methods = import_module("kvtune.runtime.fused_methods")
+    except ImportError as error:
+        return "torch", f"the fused engine cannot be loaded ({error}); the torch engine runs"
+    geometry = loaded.geometry
+    reason = methods.plan_refusal(plan, [geometry.layer(number) for number in range(geometry.n_layers)])
+    return ("fused", None) if reason is None else ("torch", f"the torch engine runs: {reason}")

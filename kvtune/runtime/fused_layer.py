@@ -120,6 +120,14 @@ class FusedLayer(ABC):
         self.store.lengths = list(mark)
         self.settle()
 
+    def new_log(self, at: Tensor, steps: int) -> StepLog | None:
+        """A log of this layer's shape; ``None`` where it asks nothing of a cache."""
+        return None
+
+    def block_sizes(self, unit: int) -> Tensor:
+        """Tokens of each block that :attr:`log` names, [C]."""
+        raise NotImplementedError
+
     def gpu_bytes(self) -> dict[str, int]:
         """Bytes on the device by purpose: ``kv``, ``cache``, ``index``, ``buffers``."""
         return {}

@@ -210,6 +210,9 @@ class FusedWave(FusedLayer):
         """A log of this layer's shape."""
         return StepLog.empty(at, steps, self.choice.retrieved.shape, cached=False)
 
+    def block_sizes(self, unit: int) -> Tensor:
+        return self.sizes[unit]
+
     def gpu_bytes(self) -> dict[str, int]:
         index = nbytes(self.centroids, self.value_sums, self.sizes, self.offsets)
         buffers = nbytes(self.logits, self.rows.listed, self.attention.sums, self.choice.estimated)

@@ -1,0 +1,189 @@
+"""A model's decode step through fused layers: one CUDA graph for B sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvtune.caching import AccessLog, UnitAccesses
+from kvtune.models import LoadedModel, PassingCache, decode_step
+from kvtune.policies.plan import Plan
+from kvtune.runtime.fused_layer import FusedLayer, LayerStore
+from kvtune.runtime.fused_methods import fused_layer
+from kvtune.runtime.fused_wave import room
+
+KeysValues = Callable[[int, int], tuple[Tensor, Tensor]]
+"""``(layer, sequence) -> keys [H, N, d], values [H, N, dv]`` of a prompt."""
+
+
+class FusedDecoder:
+    """Decodes B sequences, a token of each at a step. Called as the model's attention function.
+
+    ``new_tokens`` bounds the tokens after the prompts, ``log_steps`` the steps whose accesses are noted (0:
+    none are). Use :meth:`start` before the first :meth:`step`, with the model's attention going through this
+    object (``attention_through``).
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: Plan,
+        *,
+        new_tokens: int,
+        offload: str = "none",
+        cache_fraction: float = 0.05,
+        log_steps: int = 0,
+        make: Callable[..., FusedLayer] = fused_layer,
+    ) -> None:
+        self.loaded, self.plan = loaded, plan
+        self.new_tokens, self.log_steps = new_tokens, log_steps
+        self.layers: list[FusedLayer] = []
+        self.notes: list[str] = []
+        self._make = lambda info: make(plan.for_layer(info), info, new_tokens, offload, cache_fraction)
+        self._cache = PassingCache()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._attend: Callable[[int, Tensor, Tensor, Tensor], Tensor] = self._attend_layer
+
+    def start(
+        self,
+        prompts: KeysValues,
+        lengths: Sequence[int],
+        prompt_queries: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        """Take over prompts of ``lengths`` tokens, build every layer's index, and capture the step."""
+        device, dtype = self.loaded.device, self.loaded.model.dtype
+        self.lengths = list(lengths)
+        batch = len(lengths)
+        self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+        self._positions = torch.tensor(self.lengths, dtype=torch.int64, device=device)[:, None]
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self.steps = 0
+        self.layers, self._graph = [], None
+        rows = room(max(lengths) + self.new_tokens, self.new_tokens)
+        for number in range(self.loaded.geometry.n_layers):
+            info = self.loaded.geometry.layer(number)
+            store = LayerStore.empty(info, batch, rows, dtype, device)
+            for sequence, length in enumerate(lengths):
+                store.put(sequence, 0, *prompts(number, sequence))
+                store.lengths[sequence] = length
+            layer = self._make(info)
+            window = layer_window(self.plan, number, self.loaded)
+            seen = None
+            if prompt_queries is not None and window:
+                seen = [prompt_queries(number, sequence) for sequence in range(batch)]
+            layer.start(store, seen)
+            if self.log_steps:
+                layer.log = layer.new_log(self._at, self.log_steps)
+            self.layers.append(layer)
+
+    def capture(self) -> None:
+        """Record the step as a CUDA graph (on a GPU); without this it runs kernel by kernel.
+
+        Raises ``RuntimeError`` if it cannot be captured.
+        """
+        mark = self.mark()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._forward()
+        torch.cuda.current_stream().wait_stream(side)
+        self.rewind(mark)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._logits = self._forward()
+        self._graph = graph
+        self.rewind(mark)
+
+    def step(self, tokens: Tensor | Sequence[int]) -> Tensor:
+        """One decode step of every sequence: tokens [B] → logits [B, V], overwritten by the next step."""
+        self._tokens.copy_(torch.as_tensor(tokens, dtype=torch.int64)[:, None])
+        if self._graph is None:
+            self._logits = self._forward()
+        else:
+            self._graph.replay()
+        self.steps += 1
+        self.lengths = [length + 1 for length in self.lengths]
+        for layer in self.layers:
+            layer.advance()
+        return self._logits
+
+    def step_through(
+        self, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], tokens: Sequence[int]
+    ) -> Tensor:
+        """A step, kernel by kernel, whose attention goes through ``attend(layer, queries, keys, values)``."""
+        graph, self._graph = self._graph, None
+        self._attend = attend
+        try:
+            return self.step(tokens).clone()
+        finally:
+            self._graph, self._attend = graph, self._attend_layer
+
+    def extend(self, sequence: int, new: Callable[[int], tuple[Tensor, Tensor]], count: int) -> None:
+        """Add ``count`` tokens that were attended densely: ``new(layer)`` gives their keys and values."""
+        for number, layer in enumerate(self.layers):
+            layer.extend(sequence, *new(number))
+        self.lengths[sequence] += count
+        self._positions[sequence] += count
+
+    def mark(self) -> Any:
+        """The state to come back to."""
+        return list(self.lengths), [layer.mark() for layer in self.layers]
+
+    def rewind(self, mark: Any) -> None:
+        """Go back to a mark; the log is empty afterwards, as are page caches."""
+        self.lengths = list(mark[0])
+        self._positions.copy_(torch.tensor(self.lengths, dtype=torch.int64)[:, None])
+        self._at.zero_()
+        self.steps = 0
+        for layer, state in zip(self.layers, mark[1]):
+            layer.rewind(state)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """The model's attention: query [B, Hq, 1, d], key [B, H, 1, d], value → output [B, 1, Hq, dv]."""
+        number = int(module.layer_idx)  # type: ignore[arg-type]
+        output = self._attend(number, query[:, :, 0], key[:, :, 0], value[:, :, 0])
+        return output[:, None].to(query.dtype), None
+
+    def accesses(self, layer: int, unit: int, context: int) -> UnitAccesses:
+        """What one unit of a layer asked of its cache since the last rewind."""
+        fused = self.layers[layer]
+        assert fused.log is not None
+        return fused.log.accesses(unit, self.steps, fused.block_sizes(unit), context)
+
+    def _attend_layer(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        return self.layers[number].attend(queries, keys, values)
+
+    def _forward(self) -> Tensor:
+        logits = decode_step(self.loaded.model, self._tokens, self._positions, self._cache)
+        for layer in self.layers:
+            layer.join()
+        self._positions += 1
+        self._at += 1
+        return logits
+
+
+def layer_window(plan: Plan, number: int, loaded: LoadedModel) -> int:
+    """Prompt queries that the policy of a layer wants."""
+    return plan.for_layer(loaded.geometry.layer(number)).prompt_window
+
+
+def access_log(decoder: FusedDecoder, context: int, sample: int = 0, timeline: int = 0) -> AccessLog:
+    """The accesses of a decoder of one sequence, all layers that retrieve blocks."""
+    log = AccessLog(decoder.loaded.geometry.layer(0).page_bytes)
+    for number, layer in enumerate(decoder.layers):
+        if layer.log is not None:
+            for head in range(layer.info.n_kv_heads):
+                log.units[sample, timeline, number, head] = decoder.accesses(number, head, context)
+    return log

@@ -1,0 +1,349 @@
+"""The fast engine: prefill as the model does it, decode by fused layers in one CUDA graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from kvtune.attention import group_queries
+from kvtune.caching import AccessLog, Unit, UnitAccesses, capacity_pages
+from kvtune.capturing import loop
+from kvtune.capturing.hook import Sink
+from kvtune.capturing.loop import Session
+from kvtune.errors import InputError
+from kvtune.models import LoadedModel, attention_through, cached, sdpa
+from kvtune.policies.plan import Plan
+from kvtune.runtime.block_cache import BlockCache, Counters
+from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings
+from kvtune.runtime.full_speed import time_full_steps
+from kvtune.runtime.fused_decoder import FusedDecoder, access_log, layer_window
+from kvtune.runtime.fused_methods import plan_refusal
+from kvtune.runtime.fused_offload import FusedWaveOffload
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The session's place, the tokens the plan has seen, and the decoder's state (``None``: not built)."""
+
+    place: loop.Mark
+    passed: int
+    logits: Tensor
+    decoder: Any
+
+
+class FusedEngine:
+    """See :class:`kvtune.runtime.engine.Engine`. Serves the methods of ``fused_methods``, on CUDA devices.
+
+    The model's own cache holds prompts and questions: full attention, the reference, goes on from it. The
+    plan's layers have keys and values of their own, made by ``build``; ``--offload cpu`` moves those of the
+    clusters to host memory behind a page cache. With ``offload none`` the block caches only count.
+
+    ``timings.full_steps`` are those of full attention by flash SDPA in a CUDA graph at the prompt's length.
+    """
+
+    name = "fused"
+
+    def __init__(self, loaded: LoadedModel, plan: Plan, options: EngineOptions) -> None:
+        geometry = loaded.geometry
+        reason = plan_refusal(plan, [geometry.layer(number) for number in range(geometry.n_layers)])
+        if reason is not None:
+            raise InputError(f"the fused engine: {reason}", "use --engine torch")
+        self.loaded, self.plan, self.offload = loaded, plan, options.offload
+        self.timings = Timings()
+        self.notes: list[str] = []
+        self._options = options
+        self._attached: AbstractContextManager[None] | None = None
+        self._full = False
+        self._stepping: FusedDecoder | None = None
+        self._eager: list[float] = []
+        self._sink: Sink | None = None
+        self._first = 0
+        self.start()
+
+    def __enter__(self) -> Self:
+        self._attached = attention_through(self.loaded.model, self._attend)
+        self._attached.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self._attached is not None
+        self._attached.__exit__(None, None, None)
+        self._attached = None
+        self.start()
+
+    @property
+    def length(self) -> int:
+        return self._passed
+
+    @property
+    def logits(self) -> Tensor:
+        return self._logits
+
+    @property
+    def built(self) -> bool:
+        return self._decoder is not None
+
+    def start(self) -> None:
+        self._session = Session(self.loaded, room=self._options.longest)
+        self._decoder: FusedDecoder | None = None
+        self._passed = 0
+        self._context = 0
+        self._logits = self._session.logits
+        self._queries: dict[int, Tensor] = {}
+
+    def feed(self, ids: Sequence[int]) -> None:
+        if self._full:
+            self._session.feed(ids)
+            self._logits, self._passed = self._session.logits, self._session.length
+            return
+        started = self._now()
+        if self._decoder is not None:
+            self._catch_up(self._decoder)
+        before = self._session.length
+        self._session.feed(ids)
+        self._logits, self._passed = self._session.logits, self._session.length
+        if self._decoder is not None:
+            self._decoder.extend(0, lambda number: self._held(number, before), len(ids))
+        self.timings.prefill.append(self._now() - started)
+
+    def build(self) -> None:
+        if self._decoder is not None:
+            raise ValueError("the index is built already")
+        started = self._now()
+        self._context = self._session.length
+        new_tokens = max(self._options.longest - self._context, 1)
+        decoder = FusedDecoder(
+            self.loaded,
+            self.plan,
+            new_tokens=new_tokens,
+            offload=self.offload,
+            cache_fraction=self._options.cache_fraction,
+            log_steps=new_tokens,
+        )
+        decoder.start(lambda number, _: self._held(number), [self._context], lambda n, _: self._queries[n])
+        self._decoder = decoder
+        self.timings.index_build.append(self._now() - started)
+        if self.loaded.device.type == "cuda":
+            try:
+                with self._through(decoder):
+                    decoder.capture()
+            except RuntimeError as error:
+                self.notes.append(
+                    f"the step could not be captured as a CUDA graph ({error}); it runs eagerly"
+                )
+
+    def step(self, token: int) -> Tensor:
+        if self._full:
+            started = self._now()
+            self.feed([token])
+            self._eager.append(self._now() - started)
+            return self._logits.float()
+        if self._decoder is None:
+            self.build()
+        decoder = self._decoder
+        assert decoder is not None
+        started = self._now()
+        with self._through(decoder):
+            if self._sink is None:
+                logits = decoder.step([token])
+            else:
+                logits = decoder.step_through(self._showing_layer, [token])
+        self._logits = logits[0].clone()
+        self.timings.steps.append(self._now() - started)
+        self._passed += 1
+        return self._logits.float()
+
+    @contextmanager
+    def full_attention(self) -> Iterator[None]:
+        self._full = True
+        before = self._session.length
+        try:
+            yield
+        finally:
+            self._full = False
+            eager, self._eager = self._eager, []
+            graphed = time_full_steps(self.loaded, self._session.cache, before, len(eager))
+            self.timings.full_steps += graphed or eager
+
+    @contextmanager
+    def showing(self, sink: Sink, first: int = 0) -> Iterator[None]:
+        self._sink, self._first = sink, first
+        try:
+            yield
+        finally:
+            self._sink = None
+
+    def keys_values(self, layer: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        keys, values = self._held(layer, min(start, self._session.length))
+        made_from = max(start, self._session.length)
+        if self._decoder is None or made_from >= self._passed or self._full:
+            return keys, values
+        more_keys, more_values = self._decoder.layers[layer].made(0, made_from)
+        return torch.cat([keys, more_keys], 1), torch.cat([values, more_values], 1)
+
+    def index(self, layer: int) -> Any:
+        """The policy's own index, built anew from the prompt and what followed it."""
+        info = self.loaded.geometry.layer(layer)
+        policy = self.plan.for_layer(info)
+        keys, values = self.keys_values(layer)
+        context = self._context
+        index = policy.build(keys[:, :context], values[:, :context], self._prompt_queries(layer), info)
+        positions = torch.arange(context, keys.shape[1], device=keys.device)
+        if len(positions):
+            policy.append(index, keys[:, context:], values[:, context:], positions)
+        return index
+
+    def mark(self) -> _Mark:
+        decoder = None if self._decoder is None else self._decoder.mark()
+        return _Mark(self._session.mark(), self._passed, self._logits, decoder)
+
+    def rewind(self, mark: _Mark) -> None:
+        self._session.rewind(mark.place)
+        self._passed, self._logits = mark.passed, mark.logits
+        if mark.decoder is None:
+            self._decoder = None
+        elif self._decoder is not None:
+            self._decoder.rewind(mark.decoder)
+
+    def access_log(self, sample: int = 0, timeline: int = 0) -> AccessLog:
+        if self._decoder is None:
+            return AccessLog(self.loaded.geometry.layer(0).page_bytes)
+        return access_log(self._decoder, self._context, sample, timeline)
+
+    def hit_masks(self, sample: int = 0, timeline: int = 0) -> dict[Unit, list[bool]]:
+        return {unit: hits for unit, (hits, _) in self._cached(sample, timeline).items()}
+
+    def counters(self) -> dict[str, tuple[int, int]]:
+        total = {"request": [0, 0], "page": [0, 0], "token": [0, 0]}
+        for _, counted in self._cached().values():
+            for name, pair in (
+                ("request", counted.requests),
+                ("page", counted.pages),
+                ("token", counted.tokens),
+            ):
+                total[name] = [a + b for a, b in zip(total[name], pair)]
+        return {name: (hits, asked) for name, (hits, asked) in total.items()}
+
+    def held_bytes(self) -> HeldBytes:
+        total = {"kv": 0, "cache": 0, "index": 0, "buffers": 0}
+        host = 0
+        for layer in self._decoder.layers if self._decoder is not None else []:
+            for name, size in layer.gpu_bytes().items():
+                total[name] += size
+            host += layer.host_bytes()
+        full_kv = self.length * self.loaded.geometry.kv_bytes_per_token
+        return HeldBytes(
+            cache=total["cache"],
+            index=total["index"],
+            buffers=total["buffers"],
+            steady=total["kv"],
+            host=host,
+            full_kv=full_kv,
+            counted=False,
+        )
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """The model's attention: the decoder's during its steps, else the model's own over its cache."""
+        if self._stepping is not None:
+            return self._stepping(module, query, key, value, attention_mask, **kwargs)
+        if query.shape[0] != 1:
+            raise InputError("a live run decodes one sequence at a time", "use a batch of 1")
+        number = int(module.layer_idx)  # type: ignore[arg-type]
+        self._see(number, query[0].transpose(0, 1), key.shape[2])
+        return sdpa(module, query, key, value, attention_mask, **kwargs)
+
+    def _see(self, number: int, queries: Tensor, length: int) -> None:
+        """Show queries [T, Hq, d] to whoever asked, and keep the prompt's last ones for the policy."""
+        start = length - len(queries)
+        unwanted = max(0, self._first - start)
+        if self._sink is not None and unwanted < len(queries):
+            self._sink(number, start + unwanted, queries[unwanted:])
+        window = layer_window(self.plan, number, self.loaded)
+        if window and self._decoder is None and not self._full:
+            heads = self.loaded.geometry.n_kv_heads
+            fresh = group_queries(queries[-window:], heads).permute(1, 2, 0, 3)
+            seen = self._queries.get(number) if start else None
+            both = fresh if seen is None else torch.cat([seen, fresh], 2)
+            self._queries[number] = both[:, :, -window:].clone()
+
+    def _showing_layer(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        assert self._decoder is not None
+        if self._sink is not None and self._passed >= self._first:
+            self._sink(number, self._passed, queries)
+        return self._decoder.layers[number].attend(queries, keys, values)
+
+    def _prompt_queries(self, number: int) -> Tensor:
+        geometry, keys = self.loaded.geometry, self._held(number)[0]
+        none = keys.new_zeros(geometry.n_kv_heads, geometry.group, 0, geometry.head_dim)
+        return self._queries.get(number, none)
+
+    @contextmanager
+    def _through(self, decoder: FusedDecoder) -> Iterator[None]:
+        """Inside, the model's attention is the decoder's."""
+        self._stepping = decoder
+        try:
+            yield
+        finally:
+            self._stepping = None
+
+    def _held(self, number: int, start: int = 0) -> tuple[Tensor, Tensor]:
+        """Keys and values from position ``start`` on that the model's own cache holds."""
+        keys, values = cached(self._session.cache, number)
+        return keys[:, start:], values[:, start:]
+
+    def _catch_up(self, decoder: FusedDecoder) -> None:
+        """Give the model's own cache the tokens that were decoded under the plan."""
+        before = self._session.length
+        if self._passed == before:
+            return
+        for number, layer in enumerate(decoder.layers):
+            keys, values = layer.made(0, before)
+            with torch.inference_mode():
+                self._session.cache.update(keys[None], values[None], number)
+        self._session.length = self._passed
+
+    def _cached(self, sample: int = 0, timeline: int = 0) -> dict[Unit, tuple[list[bool], Counters]]:
+        """Hits in the order of the log and what the cache counted, of each unit."""
+        answers = {}
+        for unit, accesses in self.access_log(sample, timeline):
+            assert self._decoder is not None
+            layer, head = self._decoder.layers[unit[2]], unit[3]
+            if isinstance(layer, FusedWaveOffload):
+                assert layer.log is not None
+                requests, pages, tokens = layer.cache.counters()[head].tolist()
+                counted = Counters(requests, pages, tokens)
+                answers[unit] = (layer.log.hit_mask(head, self._decoder.steps), counted)
+            else:
+                capacity = capacity_pages(self._options.cache_fraction, self._context)
+                answers[unit] = count_only(accesses, capacity)
+        return answers
+
+    def _now(self) -> float:
+        """Seconds, with the device at rest."""
+        if self.loaded.device.type == "cuda":
+            torch.cuda.synchronize(self.loaded.device)
+        return time.perf_counter()
+
+
+def count_only(accesses: UnitAccesses, capacity: int) -> tuple[list[bool], Counters]:
+    """Pass the accesses of a unit through a block cache that moves no data: hits, and its counters."""
+    cache, hits = BlockCache(capacity), []
+    columns = [column.tolist() for column in (accesses.blocks, accesses.pages, accesses.tokens)]
+    for first, stop in zip(accesses.offsets.tolist(), accesses.offsets.tolist()[1:]):
+        hits += cache.access(*(column[first:stop] for column in columns))
+        cache.update()
+    return hits, cache.counters
