@@ -2,44 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
 
-from kvtune.workloads.base import Request, Sample, Tokenizer, Workload, sample_rng
-from kvtune.workloads.conversation import Conversation
-from kvtune.workloads.haystack import hide, make_needles, needle_offset, spread_depths
+from kvtune.workloads.haystack import Needle
+from kvtune.workloads.needle_task import NeedleTask
 
 _NEEDLES = 5
 
 
-class NiahMultiquery(Workload):
+class NiahMultiquery(NeedleTask):
     """All requests share the needles (five, or one a turn if there are more turns), each in its own order."""
 
     name = "niah_multiquery"
     title = "five numbers hidden in filler, one asked a turn"
     default_turns = _NEEDLES
 
-    def samples(
-        self,
-        tokenizer: Tokenizer,
-        context_tokens: int | None,
-        n: int,
-        turns: int,
-        requests: int,
-        seed: int,
-    ) -> Iterator[Sample]:
-        context_tokens = self.checked(context_tokens, n, turns, requests)
-        conversation = Conversation(tokenizer, turns)
-        offset = needle_offset(self.name, seed)
-        for i in range(n):
-            rng = sample_rng(self.name, seed, i)
-            needles = make_needles(rng, max(turns, _NEEDLES))
-            text = hide(conversation, needles, spread_depths(offset, i, len(needles)), context_tokens, rng)
-            asked = [rng.sample(needles, turns) for _ in range(requests)]
-            yield Sample(
-                task=self.name,
-                context_ids=conversation.context_ids(text),
-                requests=tuple(
-                    Request(conversation.turns(text, [(needle.question, needle.number) for needle in order]))
-                    for order in asked
-                ),
-            )
+    def needles(self, turns: int, requests: int) -> int:
+        return max(turns, _NEEDLES)
+
+    def asked(
+        self, rng: random.Random, needles: list[Needle], turns: int, requests: int
+    ) -> list[list[Needle]]:
+        return [rng.sample(needles, turns) for _ in range(requests)]
