@@ -166,14 +166,19 @@ def stages(layer: FusedWave, query: Tensor, key: Tensor, value: Tensor) -> dict[
         "scan": lambda: centroid_logits(
             grouped, layer.centroids, layer.visible, layer.logits, layer.stats, LAYER.scaling
         ),
-        "choose": lambda: choose(layer.logits, layer.stats, layer.sizes, layer.plan, layer.choice),
-        "cut": lambda: cut(layer.choice, layer.sizes, layer.plan, layer.offsets, layer.rows.listed),
+        "choose": lambda: choose_and_cut(layer),
         "estimate": lambda: layer.attention.estimate(estimate),
         "attend": lambda: layer.attention(
             grouped, store.keys, store.values, layer.rows, layer.out, LAYER.scaling, layer.choice.n_estimated
         ),
         "append": lambda: store.append(key, value, layer.resident),
     }
+
+
+def choose_and_cut(layer: FusedWave) -> None:
+    """Together: the cut clears what the choice counts in."""
+    choose(layer.logits, layer.stats, layer.sizes, layer.plan, layer.choice)
+    cut(layer.choice, layer.sizes, layer.plan, layer.offsets, layer.rows.listed)
 
 
 def microseconds(body: Callable[[], object], replays: int = 20, repeats: int = 9) -> float:

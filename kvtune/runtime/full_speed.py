@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache
 
-from kvtune.models import LoadedModel, PassingCache, attention_through, cached, decode_step
+from kvtune.models import LoadedModel, PassingCache, attention_through, decode_step
 
 
 class _FixedLength:
@@ -25,7 +25,8 @@ class _FixedLength:
         number = int(module.layer_idx)  # type: ignore[arg-type]
         info = self.loaded.geometry.layer(number)
         start = 0 if info.window is None else max(self.length - info.window, 0)
-        keys, values = (part[None, :, start : self.length] for part in cached(self.cache, number))
+        held: Any = self.cache.layers[number]
+        keys, values = (part[:, :, start : self.length] for part in (held.keys, held.values))
         out = scaled_dot_product_attention(query, keys, values, scale=info.scaling, enable_gqa=True)
         return out.transpose(1, 2), None
 
@@ -33,14 +34,15 @@ class _FixedLength:
 def time_full_steps(loaded: LoadedModel, cache: DynamicCache, length: int, steps: int) -> list[float]:
     """Seconds of each of ``steps`` decode steps over the first ``length`` tokens of ``cache``.
 
-    For timing alone: every step is at the same position and none is kept. Empty where a CUDA graph cannot be
-    had or a layer caps its logits (SDPA does not).
+    All sequences of the cache take part; every step is at the same position and none is kept. Empty where
+    a CUDA graph cannot be had or a layer caps its logits (SDPA does not).
     """
     capped = any(softcap is not None for softcap in loaded.geometry.softcaps)
     if loaded.device.type != "cuda" or capped or not steps:
         return []
-    token = torch.zeros(1, 1, dtype=torch.int64, device=loaded.device)
-    position = torch.full((1, 1), length, dtype=torch.int64, device=loaded.device)
+    held: Any = cache.layers[0]
+    token = torch.zeros(len(held.keys), 1, dtype=torch.int64, device=loaded.device)
+    position = torch.full_like(token, length)
     passing = PassingCache()
     with attention_through(loaded.model, _FixedLength(loaded, cache, length)):
         side = torch.cuda.Stream()

@@ -5,12 +5,14 @@ from __future__ import annotations
 from kvtune.errors import InputError
 from kvtune.geometry import LayerInfo
 from kvtune.policies.base import Policy
+from kvtune.policies.ctkvr import CTkvr
 from kvtune.policies.full import Full
 from kvtune.policies.plan import Plan
+from kvtune.policies.quest import Quest
 from kvtune.policies.sliding_window import SlidingWindow
 from kvtune.policies.streaming import Streaming
 from kvtune.policies.wave_index import WaveIndex
-from kvtune.runtime import fused_wave
+from kvtune.runtime import fused_ctkvr, fused_quest, fused_wave
 from kvtune.runtime.fused_layer import FusedLayer, RangeLayer
 from kvtune.runtime.fused_offload import FusedWaveOffload
 from kvtune.runtime.fused_wave import FusedWave
@@ -28,9 +30,13 @@ def refusal(policy: Policy, info: LayerInfo) -> str | None:
     if isinstance(policy, Full | SlidingWindow | Streaming):
         return None
     if isinstance(policy, WaveIndex):
-        if fused_wave.serves(policy, info):
-            return None
-        return "pinned spans, refresh and softcaps are not in the wave index's kernels"
+        served = fused_wave.serves(policy, info)
+        return None if served else "pinned spans, refresh and softcaps are not in the wave index's kernels"
+    if isinstance(policy, Quest):
+        return None if fused_quest.serves(policy, info) else "Quest's kernels serve no windows"
+    if isinstance(policy, CTkvr):
+        served = fused_ctkvr.serves(policy, info)
+        return None if served else "of CTkvr's options the kernels serve those that change only its build"
     return f"there are no kernels for policy '{policy.name}'"
 
 
@@ -51,6 +57,10 @@ def fused_layer(
         if offload == "cpu":
             return FusedWaveOffload(info, policy, new_tokens, cache_fraction)
         return FusedWave(info, policy, new_tokens)
+    if isinstance(policy, Quest):
+        return fused_quest.FusedQuest(info, policy)
+    if isinstance(policy, CTkvr):
+        return fused_ctkvr.FusedCTkvr(info, policy)
     if isinstance(policy, Streaming):
         return RangeLayer(info, policy.sink, policy.recent)
     if isinstance(policy, SlidingWindow):

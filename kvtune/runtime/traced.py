@@ -36,9 +36,9 @@ class TracedRuns:
         self.seed = seed
 
     def __call__(self, policy: Policy) -> dict[str, Any]:
-        """``kl`` (nats per step, ``mean`` and ``p95``) and ``top1`` agreement with full attention."""
+        """``kl`` (nats per step, ``mean`` and ``p95``), ``delta_nll`` and ``top1`` against full attention."""
         found = live(self.loaded, self.samples, policy, decode=1, seed=self.seed, free=False, forecast=False)
-        return {"kl": found["kl"], "top1": found["top1"]}
+        return {name: found[name] for name in ("kl", "delta_nll", "top1")}
 
 
 def traced_sample(trace: Trace, sample: int) -> Sample:
