@@ -26,6 +26,8 @@ from kvtune.hardware.memory import (
 )
 from kvtune.hardware.prediction import predict
 from kvtune.hardware.probes import Probe, stage_probes
+from kvtune.hardware.step_fit import StepSample, fit_steps
+from kvtune.hardware.step_settings import StepSetting, settings_for
 from kvtune.hardware.traffic import LayerTraffic, Traffic, full_traffic, wave_traffic
 from kvtune.hardware.weights import estimated_parameters, weights_bytes
 
@@ -44,6 +46,8 @@ __all__ = [
     "Stage",
     "Stages",
     "StepCost",
+    "StepSample",
+    "StepSetting",
     "Term",
     "Traffic",
     "break_even",
@@ -51,6 +55,7 @@ __all__ = [
     "estimated_parameters",
     "fit_stage",
     "fit_stages",
+    "fit_steps",
     "full_memory",
     "full_traffic",
     "layer_cost",
@@ -60,6 +65,7 @@ __all__ = [
     "predict",
     "read_hardware",
     "save_hardware",
+    "settings_for",
     "stage_features",
     "stage_probes",
     "step_cost",

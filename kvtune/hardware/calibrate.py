@@ -1,4 +1,4 @@
-"""``calibrate``: this machine's bandwidths, latencies and stage constants, measured in under a minute."""
+"""``calibrate``: this machine's bandwidths, latencies and stage constants, measured in a minute or two."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from kvtune.hardware import device_measures, host_measures
 from kvtune.hardware.clock import graphed, seconds_of
 from kvtune.hardware.files import parse_hardware
 from kvtune.hardware.fit import Sample, fit_stages
-from kvtune.hardware.machine import DeviceMemory, Hardware, Launch, Source, Stages
+from kvtune.hardware.machine import DeviceMemory, Hardware, Launch, Source, Stage
 from kvtune.hardware.probes import Probe, stage_probes
+from kvtune.hardware.step_probes import measure_steps
+from kvtune.hardware.step_settings import StepSetting, settings_for
 from kvtune.progress import Progress, silent
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_REPLAYS = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ def calibrate(
     name: str | None = None,
     sizes: Sizes | None = None,
     probes: Iterable[Probe] | None = None,
+    settings: Iterable[StepSetting] | None = None,
     estimation: str | None = None,
     folder: str | Path = ".",
     progress: Progress | None = None,
@@ -59,9 +63,10 @@ def calibrate(
     """Measure this machine: the GPU where there is one, else the host's memory as the device.
 
     ``name`` (default: made of the device's title) is what the description is called. ``probes`` (default:
-    :func:`~kvtune.hardware.probes.stage_probes`) are timed and fitted stage by stage, ``estimation`` says
-    where they make estimates (see :func:`~kvtune.hardware.fit.fit_stages`). The disk is that of ``folder``.
-    A GPU takes less than a minute.
+    :func:`~kvtune.hardware.probes.stage_probes`) are timed and fitted stage by stage, sparse steps of the
+    ``settings`` (default: :func:`~kvtune.hardware.step_settings.settings_for`) all together;
+    ``estimation`` says where estimates are made (see :func:`~kvtune.hardware.fit.fit_stages`). The disk is
+    that of ``folder``. A GPU takes a minute or two, most of it for compiling kernels.
 
     Raises ``InputError`` for a device that is not there and an empty name, ``RunError`` where the device has
     no room.
@@ -72,7 +77,8 @@ def calibrate(
     chosen = sizes or (Sizes() if place.type == "cuda" else ON_CPU)
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
         try:
-            return _measure(place, name, chosen, probes, estimation, Path(folder), progress or silent)
+            measures = _measures(place, chosen, probes, settings, Path(folder))
+            return _measure(place, name, measures, estimation, progress or silent)
         except torch.OutOfMemoryError:
             raise RunError(f"{_title(place)} has no room for the measurements", "free its memory") from None
 
@@ -82,18 +88,22 @@ def default_name(device: str = "auto") -> str:
     return _slug(_title(choose_device(device)))
 
 
-def _measure(
+def _measures(
     place: torch.device,
-    name: str | None,
     sizes: Sizes,
     probes: Iterable[Probe] | None,
-    estimation: str | None,
+    settings: Iterable[StepSetting] | None,
     folder: Path,
-    progress: Progress,
-) -> Hardware:
-    total, free = _memory(place)
+) -> dict[str, Callable[[], Any]]:
+    """Every measurement by name, in order."""
+    _, free = _memory(place)
     stream, repeats = min(sizes.stream_bytes, free // 8), sizes.repeats
-    measures: dict[str, Callable[[], Any]] = {
+
+    def steps() -> tuple[dict[str, Stage], float]:
+        chosen = settings_for(place) if settings is None else settings
+        return measure_steps(chosen, place, repeats, lambda: _release(place))
+
+    return {
         "device reads": lambda: device_measures.read_rate(place, stream, repeats),
         "device copies": lambda: device_measures.copy_rate(place, stream, repeats),
         "device gathers": lambda: device_measures.gather_rates(place, stream, repeats),
@@ -104,8 +114,18 @@ def _measure(
         "link to the device": lambda: host_measures.link(place, sizes.transfers, repeats),
         "host memory": lambda: host_measures.host(sizes.host_bytes, repeats),
         "disk": lambda: host_measures.disk(folder, sizes.disk_bytes),
-        "stages": lambda: _stages(place, probes, estimation, repeats),
+        "stages": lambda: _timed(place, probes, repeats),
+        "sparse steps": steps,
     }
+
+
+def _measure(
+    place: torch.device,
+    name: str | None,
+    measures: dict[str, Callable[[], Any]],
+    estimation: str | None,
+    progress: Progress,
+) -> Hardware:
     found: dict[str, Any] = {}
     with progress.task("calibrating", len(measures)) as step:
         for what, measure in measures.items():
@@ -113,18 +133,24 @@ def _measure(
             found[what] = measure()
             _release(place)
             step.advance()
-    return _rounded(_described(place, name, total, found))
+    return _rounded(_described(place, name, estimation, found))
 
 
-def _described(place: torch.device, name: str | None, total: int, found: dict[str, Any]) -> Hardware:
+def _described(
+    place: torch.device, name: str | None, estimation: str | None, found: dict[str, Any]
+) -> Hardware:
     node = found["graph nodes"]
     title = _title(place)
+    fitted, worst = found["sparse steps"]
+    note = f"Sparse steps: the fit's largest error of a whole step is {worst:.1%}." if fitted else None
     return Hardware(
         name=name or _slug(title),
         device=title,
-        source=Source(kind="measured", date=f"{datetime.now(UTC):%Y-%m-%d}", versions=_versions(place)),
+        source=Source(
+            kind="measured", date=f"{datetime.now(UTC):%Y-%m-%d}", versions=_versions(place), note=note
+        ),
         device_memory=DeviceMemory(
-            bytes=total,
+            bytes=_memory(place)[0],
             read_bytes_per_second=found["device reads"],
             copy_bytes_per_second=found["device copies"],
             gather=found["device gathers"],
@@ -138,24 +164,24 @@ def _described(place: torch.device, name: str | None, total: int, found: dict[st
             layer_overhead_us=found["layer overhead"] * 1e6,
         ),
         matmul_flops_per_second=found["matrix products"],
-        stages=found["stages"],
+        stages=fit_stages(found["stages"], estimation, fitted),
     )
 
 
-def _stages(
-    place: torch.device, probes: Iterable[Probe] | None, estimation: str | None, repeats: int
-) -> Stages:
-    """Every probe timed and every stage fitted; a probe is let go before the next one is made."""
+def _timed(place: torch.device, probes: Iterable[Probe] | None, repeats: int) -> dict[str, list[Sample]]:
+    """Every probe timed, by stage; a probe is let go before the next one is made."""
     samples: dict[str, list[Sample]] = defaultdict(list)
     for probe in stage_probes(place) if probes is None else probes:
         samples[probe.stage].append(time_probe(probe, place, repeats))
-    return fit_stages(samples, estimation)
+    return samples
 
 
 def time_probe(probe: Probe, device: torch.device, repeats: int = 10) -> Sample:
     """Time of one call of the probe's stage: the median of ``repeats`` replays."""
-    body = graphed(probe.run, device) or probe.run
-    return Sample(probe.features, seconds_of(body, device, repeats) / probe.calls)
+    replay = graphed(probe.run, device)
+    if replay is None:
+        return Sample(probe.features, seconds_of(probe.run, device, repeats) / probe.calls)
+    return Sample(probe.features, seconds_of(replay, device, repeats, _REPLAYS) / probe.calls)
 
 
 def _rounded(hardware: Hardware) -> Hardware:

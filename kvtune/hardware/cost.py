@@ -34,7 +34,7 @@ PRODUCTS_PER_LAYER = 7
 class Features:
     """What a stage's time depends on: bytes of the whole batch, and the entries of one kv head.
 
-    ``entries``: what one kv head of one sequence works through in order (blocks ranked, blocks looked up).
+    ``entries``: what a kv head of one sequence does beyond its bytes, however many others run beside it.
     """
 
     bytes: float = 0.0
@@ -206,32 +206,33 @@ def stage_features(
 
     - scan: the index; choose: a float32 logit of every block and query head, written and read; id_copy: an
       int32 of every exact token, read and written; estimate: value sums and sizes; lookup: none;
-      fetch: the missed pages; update: the same, read and written; attend: the exact pages (and the
+      fetch: the missed tokens; update: the same, read and written; attend: the exact tokens (and the
       estimates with ``estimation`` ``in_attend``: then there is no stage estimate); append: the new token's
       key and value, read and written.
-    - entries: of choose, the blocks that a kv head ranks; of lookup, those that it looks up.
+    - entries: of choose, pairs of retrieved blocks, which are ranked by comparing each with all; of id_copy
+      and lookup, retrieved blocks; of attend, exact tokens.
     """
     append = Features(2.0 * batch * layer.token_bytes * layer.n_kv_heads)
     if traffic.dense:
         return {"attend": Features(batch * traffic.exact_bytes), "append": append}
     found = {}
-    exact = traffic.exact_bytes
+    attended, retrieved = traffic.attended, traffic.blocks / layer.n_kv_heads
     row = layer.head_dim * layer.item_bytes
     if traffic.scan_bytes:
-        rows = traffic.scan_bytes / row
         found["scan"] = Features(batch * traffic.scan_bytes)
-        found["choose"] = Features(batch * rows * layer.group * 4 * 2, rows / layer.n_kv_heads)
+        found["choose"] = Features(batch * traffic.scan_bytes / row * layer.group * 4 * 2, retrieved**2)
+    tokens = attended / layer.token_bytes
     if estimation == "in_attend":
-        exact += traffic.estimation_bytes
+        attended += traffic.estimation_bytes
     elif traffic.estimation_bytes:
         found["estimate"] = Features(batch * traffic.estimation_bytes)
     if traffic.blocks:
-        found["id_copy"] = Features(batch * traffic.exact_bytes / layer.token_bytes * 4 * 2)
+        found["id_copy"] = Features(batch * tokens * 4 * 2, retrieved)
     if offload == "cpu" and (traffic.blocks or traffic.missed_bytes):
-        found["lookup"] = Features(0.0, traffic.blocks / layer.n_kv_heads)
-        found["fetch"] = Features(batch * traffic.missed_bytes)
-        found["update"] = Features(2 * batch * traffic.missed_bytes)
-    return {**found, "attend": Features(batch * exact), "append": append}
+        found["lookup"] = Features(0.0, retrieved)
+        found["fetch"] = Features(batch * traffic.fetched)
+        found["update"] = Features(2 * batch * traffic.fetched)
+    return {**found, "attend": Features(batch * attended, tokens / layer.n_kv_heads), "append": append}
 
 
 def check_offload(hardware: Hardware, offload: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
@@ -11,9 +11,9 @@ from kvtune.analysis.checks import chosen_layers
 from kvtune.analysis.evaluate import build_index, chunks, decode_queries
 from kvtune.caching import AccessLog, CacheResult, capacity_pages, unit_accesses
 from kvtune.caching.access_log import join_accesses
-from kvtune.caching.tally import COLD
+from kvtune.caching.tally import COLD, PAGE, TOKEN
 from kvtune.errors import InputError
-from kvtune.geometry import LayerInfo, ModelGeometry
+from kvtune.geometry import PAGE_TOKENS, LayerInfo, ModelGeometry
 from kvtune.hardware.cost import Offload
 from kvtune.hardware.memory import SequenceMemory, kv_bytes
 from kvtune.hardware.traffic import LayerTraffic, Traffic, dense_traffic
@@ -22,6 +22,14 @@ from kvtune.policies.full import Full
 from kvtune.policies.plan import Plan, as_plan
 from kvtune.progress import Progress, silent
 from kvtune.traces import Timeline, Trace
+
+
+@dataclass(frozen=True)
+class Missed:
+    """Bytes that a cache lacked over a run: of pages, and of the tokens in them."""
+
+    pages: float = 0.0
+    tokens: float = 0.0
 
 
 @dataclass
@@ -36,6 +44,7 @@ class LayerDemand:
     scan: float = 0.0
     estimation: float = 0.0
     exact: float = 0.0
+    attended: float = 0.0
     blocks: int = 0
     index_bytes: int = 0
     resident_tokens: int = 0
@@ -47,6 +56,7 @@ class LayerDemand:
         exact = selection.pages() * layer.page_bytes
         self.scan += float(selection.scan_bytes.sum())
         self.exact += float(exact.sum())
+        self.attended += float(selection.exact_tokens().sum()) * layer.token_bytes
         self.estimation += float((selection.read_bytes(layer) - exact - selection.scan_bytes).sum())
         resident = selection.positions[..., : selection.resident]
         self.resident_tokens = max(self.resident_tokens, _most(resident >= 0))
@@ -54,15 +64,17 @@ class LayerDemand:
             self.blocks += int((selection.blocks >= 0).sum())
             self.step_pages = max(self.step_pages, int(selection.block_pages.sum((1, 2)).max()))
 
-    def traffic(self, missed_bytes: float, scale: float) -> LayerTraffic:
+    def traffic(self, missed: Missed, scale: float) -> LayerTraffic:
         """Means over the steps for the whole layer; ``scale`` is its kv heads ÷ those held."""
         share = scale / max(self.steps, 1)
         return LayerTraffic(
             scan_bytes=self.scan * share,
             estimation_bytes=self.estimation * share,
             exact_bytes=self.exact * share,
-            missed_bytes=missed_bytes * share,
+            missed_bytes=missed.pages * share,
             blocks=self.blocks * share,
+            attended_bytes=self.attended * share,
+            fetched_bytes=missed.tokens * share,
         )
 
 
@@ -96,7 +108,7 @@ class Demand:
         """
         missed = {} if result is None else _missed_bytes(result)
         measured = {
-            number: layer.traffic(missed.get(number, 0.0), self.scale)
+            number: layer.traffic(missed.get(number, Missed()), self.scale)
             for number, layer in self.layers.items()
         }
         return tuple(
@@ -191,11 +203,16 @@ def _measure(demand: Demand, timeline: Timeline, number: int) -> Tensor:
     return steps.positions
 
 
-def _missed_bytes(result: CacheResult) -> dict[int, float]:
-    """Bytes of the missed pages of each layer, from an empty cache, over all its units and their steps."""
-    missed: dict[int, float] = {}
+def _missed_bytes(result: CacheResult) -> dict[int, Missed]:
+    """What was missed in each layer, from an empty cache, over all its units and their steps."""
+    missed: dict[int, Missed] = {}
     for (_, _, layer, _), unit in result.units.items():
-        missed[layer] = missed.get(layer, 0.0) + unit.tally.missed_pages(0, COLD) * result.page_bytes
+        lacking = unit.tally.accesses[COLD] - unit.tally.hits[0, COLD]
+        before = missed.get(layer, Missed())
+        missed[layer] = Missed(
+            before.pages + float(lacking[PAGE]) * result.page_bytes,
+            before.tokens + float(lacking[TOKEN]) * result.page_bytes / PAGE_TOKENS,
+        )
     return missed
 
 
@@ -207,7 +224,7 @@ def _most(present: Tensor) -> int:
 def _mean(measured: Mapping[int, LayerTraffic]) -> LayerTraffic:
     if not measured:
         raise InputError("no layer was measured that the policy serves", "leave out --layers")
-    names = ("scan_bytes", "estimation_bytes", "exact_bytes", "missed_bytes", "blocks")
+    names = [part.name for part in fields(LayerTraffic) if part.name != "dense"]
     layers = list(measured.values())
     means = {name: sum(getattr(layer, name) for layer in layers) / len(layers) for name in names}
     return replace(layers[0], **means)

@@ -15,6 +15,9 @@ from kvtune.hardware.machine import Stage, Stages
 
 Array = NDArray[np.float64]
 
+_NOTHING = 1e-18
+"""Seconds a byte below which bytes do not matter."""
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -36,32 +39,54 @@ def fit_stage(samples: Sequence[Sample]) -> Stage:
         raise InputError("a stage cannot be fitted without samples")
     if not (np.isfinite(seconds).all() and (seconds > 0).all()):
         raise InputError("a stage cannot be fitted to a time that is not above 0")
-    columns = np.array([[1.0, s.features.bytes, s.features.entries] for s in samples])
-    useful = [0, *(c for c in (1, 2) if np.ptp(columns[:, c]) > 0)]
+    columns = as_columns(sample.features for sample in samples)
+    useful = useful_columns(columns)
     relative = columns[:, useful] / seconds[:, None]
     found = np.zeros(3)
     found[useful] = nonnegative_least_squares(relative, np.ones(len(seconds)))
     errors = columns @ found / seconds - 1
+    return as_stage(found, len(samples), float(np.abs(errors).max()))
+
+
+def as_columns(features: Iterable[Features]) -> Array:
+    """What the three constants are multiplied with, [n, 3]: 1, bytes, entries."""
+    return np.array([[1.0, one.bytes, one.entries] for one in features]).reshape(-1, 3)
+
+
+def useful_columns(columns: Array) -> list[int]:
+    """The first, and those of the others that are not the same everywhere."""
+    return [0, *(column for column in (1, 2) if np.ptp(columns[:, column]) > 0)]
+
+
+def as_stage(constants: Array, samples: int, worst_error: float) -> Stage:
+    """A stage of fitted constants: seconds, seconds a byte, seconds an entry."""
+    fixed, byte, entry = constants.tolist()
     return Stage(
-        fixed_us=float(found[0] * 1e6),
-        bytes_per_second=float(1 / found[1]) if found[1] > 0 else None,
-        ns_per_entry=float(found[2] * 1e9),
-        samples=len(samples),
-        worst_error=float(np.abs(errors).max()),
+        fixed_us=fixed * 1e6,
+        bytes_per_second=1 / byte if byte > _NOTHING else None,
+        ns_per_entry=entry * 1e9,
+        samples=samples,
+        worst_error=worst_error,
     )
 
 
-def fit_stages(samples: Mapping[str, Sequence[Sample]], estimation: str | None = None) -> Stages:
-    """One fit a stage; stages without samples stay open.
+def fit_stages(
+    samples: Mapping[str, Sequence[Sample]],
+    estimation: str | None = None,
+    known: Mapping[str, Stage] | None = None,
+) -> Stages:
+    """One fit a stage; those ``known`` already are taken as they are, and any without samples stays open.
 
     ``estimation`` says where estimates are made (see :class:`~kvtune.hardware.machine.Stages`); by default
     in the attention where that has samples and estimating has none. Raises ``InputError`` as
     :func:`fit_stage`, and for a name that is no stage's.
     """
-    unknown = sorted(set(samples) - (set(Stages.model_fields) - {"estimation"}))
+    known = known or {}
+    unknown = sorted((set(samples) | set(known)) - (set(Stages.model_fields) - {"estimation"}))
     if unknown:
         raise InputError(f"there is no stage '{unknown[0]}'")
-    fitted = {name: fit_stage(timed) for name, timed in samples.items() if timed}
+    fitted = {name: fit_stage(timed) for name, timed in samples.items() if timed and name not in known}
+    fitted.update(known)
     if estimation is None:
         estimation = "in_attend" if "attend" in fitted and "estimate" not in fitted else "beside_fetch"
     return Stages.model_validate({"estimation": estimation, **fitted})

@@ -1,9 +1,7 @@
 """Stage probes: bodies that run one stage of the decode step at known features, for ``calibrate`` to time.
 
-The fused kernels' probes belong into :func:`stage_probes`, one builder a stage as :func:`full_probes`: it
-makes the stage's inputs at a few contexts and batches, and takes the features from
-:func:`~kvtune.hardware.cost.stage_features` of the traffic that they stand for, so that what is fitted is
-what is predicted from.
+Here is full attention. The stages of a sparse step overlap, and are timed by what a whole step loses without
+them: see :mod:`kvtune.hardware.step_probes`.
 """
 
 from __future__ import annotations

@@ -23,6 +23,9 @@ class LayerTraffic:
     missed_bytes      those of the retrieved pages that the cache lacks
     blocks            blocks looked up in the cache
     dense             full attention: ``exact_bytes`` are read in one piece, and nothing is decided
+    attended_bytes    of ``exact_bytes``, those of tokens: the last page of a block is seldom full (``None``:
+                      all of them)
+    fetched_bytes     of ``missed_bytes``, those of tokens (``None``: all of them)
     """
 
     scan_bytes: float = 0.0
@@ -31,6 +34,18 @@ class LayerTraffic:
     missed_bytes: float = 0.0
     blocks: float = 0.0
     dense: bool = False
+    attended_bytes: float | None = None
+    fetched_bytes: float | None = None
+
+    @property
+    def attended(self) -> float:
+        """Bytes of the exact tokens: what the attention reads of the pages."""
+        return self.exact_bytes if self.attended_bytes is None else self.attended_bytes
+
+    @property
+    def fetched(self) -> float:
+        """Bytes of the missed tokens: what crosses the bus."""
+        return self.missed_bytes if self.fetched_bytes is None else self.fetched_bytes
 
 
 Traffic = tuple[LayerTraffic, ...]
@@ -95,12 +110,15 @@ def _wave_layer(
     each = indexed / clusters / PAGE_TOKENS + HALF_PAGE if cluster_pages is None else cluster_pages
     room = max(counts.buffer_clusters, 4 * retrieved) * counts.pages_per_cluster
     pages = min(retrieved * each, float(room))
-    resident = -(-(policy.sink + policy.local + tail + 1) // PAGE_TOKENS)
+    tokens = pages * max(PAGE_TOKENS * (1 - HALF_PAGE / each), 1.0)
+    resident = policy.sink + policy.local + tail + 1
     heads, page = layer.n_kv_heads, layer.page_bytes
     return LayerTraffic(
         scan_bytes=float(heads * clusters * layer.head_dim * layer.item_bytes),
         estimation_bytes=float(heads * estimated * (layer.value_dim * layer.item_bytes + 4)),
-        exact_bytes=heads * (resident + pages) * page,
+        exact_bytes=heads * (-(-resident // PAGE_TOKENS) + pages) * page,
         missed_bytes=heads * pages * (1 - hit_ratio) * page,
         blocks=float(heads * retrieved),
+        attended_bytes=heads * (resident + tokens) * layer.token_bytes,
+        fetched_bytes=heads * tokens * (1 - hit_ratio) * layer.token_bytes,
     )

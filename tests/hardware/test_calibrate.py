@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import date
 
 import pytest
@@ -10,7 +11,17 @@ from machines import GEOMETRY, TRAFFIC
 
 import kvtune
 from kvtune.errors import InputError
-from kvtune.hardware import Features, Probe, Sizes, parse_hardware, step_cost, to_yaml
+from kvtune.hardware import (
+    Features,
+    Probe,
+    Sizes,
+    Stage,
+    Stages,
+    parse_hardware,
+    settings_for,
+    step_cost,
+    to_yaml,
+)
 from kvtune.hardware.clock import graphed, seconds_of
 from kvtune.hardware.fit import fit_stages
 from kvtune.hardware.host_measures import disk
@@ -88,15 +99,37 @@ def test_probes_are_timed_and_fitted(tmp_path):
     assert called.count(1000) == 1 + SMALL.repeats
 
 
-def test_a_gpu_alone_has_stage_probes_and_graphs():
-    assert list(stage_probes(CPU)) == []
-    assert graphed(lambda: None, CPU) is None
+def test_steps_are_fitted_together_and_their_error_is_noted(tmp_path, monkeypatch):
+    fitted = {"attend": Stage(fixed_us=2.0, samples=3), "estimate": Stage(fixed_us=1.0)}
+    given = []
+
+    def measured(settings, device, repeats, release):
+        given.extend([*settings, device, repeats])
+        return fitted, 0.0432
+
+    monkeypatch.setattr(sys.modules["kvtune.hardware.calibrate"], "measure_steps", measured)
+    hardware = kvtune.calibrate("cpu", sizes=SMALL, folder=tmp_path, settings=["one"])
+    assert given == ["one", CPU, SMALL.repeats]
+    assert hardware.stages == Stages(**fitted) and hardware.stages.estimation == "beside_fetch"
+    assert "4.3%" in (hardware.source.note or "")
+
+
+def test_a_gpu_alone_has_stage_probes_settings_and_graphs():
+    assert list(stage_probes(CPU)) == [] and list(settings_for(CPU)) == []
+    assert graphed(lambda: None, CPU) is None and graphed(lambda: None, CPU, required=True) is None
 
 
 def test_the_median_is_taken(monkeypatch):
     ticks = iter([0.0, 5.0, 10.0, 11.0, 20.0, 23.0])
     monkeypatch.setattr("kvtune.hardware.clock.perf_counter", lambda: next(ticks))
     assert seconds_of(lambda: None, CPU, 3) == 3.0
+
+
+def test_several_calls_between_readings(monkeypatch):
+    called, ticks = [], iter([0.0, 6.0])
+    monkeypatch.setattr("kvtune.hardware.clock.perf_counter", lambda: next(ticks))
+    assert seconds_of(lambda: called.append(1), CPU, 1, calls=3) == 2.0
+    assert len(called) == 6
 
 
 def test_a_disk_that_cannot_be_written(tmp_path):
@@ -119,4 +152,6 @@ def test_a_gpu(tmp_path):
     hardware = kvtune.calibrate("cuda", sizes=sizes, folder=tmp_path)
     assert hardware.host_to_device is not None and hardware.launch.graph_node_us is not None
     assert hardware.stages.full is not None and hardware.stages.full.bytes_per_second is not None
+    for name in ("scan", "choose", "id_copy", "estimate", "attend", "append", "lookup", "fetch", "update"):
+        assert hardware.stages.get(name) is not None, name
     assert hardware.host_to_device.pageable

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtune.errors import InputError
-from kvtune.hardware import Features, Sample, fit_stage, fit_stages
+from kvtune.hardware import Features, Sample, Stage, fit_stage, fit_stages
 from kvtune.hardware.fit import nonnegative_least_squares
 
 BYTES = [1e5, 1e6, 4e6, 3e7, 2e8, 9e8]
@@ -89,6 +89,14 @@ def test_stages_and_where_estimates_are_made():
     assert fit_stages({"attend": some, "estimate": some}).estimation == "beside_fetch"
     assert fit_stages({"attend": some}, "beside_fetch").estimation == "beside_fetch"
     assert fit_stages({}).estimation == "beside_fetch"
+
+
+def test_stages_known_already_are_taken_as_they_are():
+    some, known = timings(1e-6, 1e12), {"scan": Stage(fixed_us=7.0), "update": Stage()}
+    stages = fit_stages({"attend": some, "scan": some}, known=known)
+    assert stages.scan == known["scan"] and stages.update == Stage() and stages.attend is not None
+    with pytest.raises(InputError, match="there is no stage 'scna'"):
+        fit_stages({}, known={"scna": Stage()})
 
 
 @given(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from machines import DENSE, GEOMETRY, SPARSE, STAGES, TRAFFIC, machine
 
 from kvtune.errors import InputError
-from kvtune.hardware import TERMS, LayerTraffic, layer_cost, stage_features, step_cost
+from kvtune.hardware import TERMS, Features, LayerTraffic, layer_cost, stage_features, step_cost
 
 BYTES = ("scan_bytes", "estimation_bytes", "exact_bytes", "missed_bytes")
 US = 1e-6
@@ -57,7 +57,9 @@ def test_fitted_stages_by_hand():
     hardware = machine(stages=STAGES)
     terms = layer_cost(hardware, GEOMETRY.layer(0), SPARSE, batch=2).terms
     assert terms["scan"].seconds == pytest.approx(3 * US + 2 * 6_400_000 / 5e11)
-    assert terms["choose"].seconds == pytest.approx(4 * US + 100_000 * 1.5e-9)  # blocks of one kv head
+    assert terms["choose"].seconds == pytest.approx(
+        4 * US + (300 / 2) ** 2 * 1.5e-9
+    )  # pairs of blocks of one kv head
     assert terms["fetch"].seconds == pytest.approx(7 * US + 2 * 3_000_000 / 4e10)
     assert terms["attend"].seconds == pytest.approx(6 * US + 2 * 2_560_000 / 2e11)
     assert terms["lookup"].seconds == pytest.approx(2 * US)
@@ -173,6 +175,16 @@ def test_without_graphs_a_kernel_is_a_launch():
     launch = {"kernel_us": 5.0, "layer_overhead_us": 0.0}
     cost = step_cost(machine(launch=launch), GEOMETRY, TRAFFIC)
     assert cost.launches.seconds == pytest.approx(22 * 5 * US)
+
+
+def test_the_attention_reads_tokens_and_the_bus_carries_tokens():
+    traffic = replace(SPARSE, attended_bytes=2e6, fetched_bytes=1e6)
+    found = stage_features(GEOMETRY.layer(0), traffic, 3, "cpu")
+    assert found["attend"] == Features(6e6, 2e6 / 64 / 2)
+    assert found["id_copy"] == Features(3 * 2e6 / 64 * 8, 150)
+    assert found["fetch"].bytes == 3e6 and found["update"].bytes == 6e6
+    assert found["choose"].entries == 150**2 and found["lookup"] == Features(0.0, 150)
+    assert stage_features(GEOMETRY.layer(0), SPARSE, 3, "cpu")["fetch"].bytes == 9e6
 
 
 def test_stages_that_have_nothing_to_do_do_not_occur():

@@ -48,6 +48,7 @@ def test_the_wave_index_without_a_trace(step, estimate):
     assert float(estimates) == pytest.approx(found.estimation_bytes, rel=0.02)
     assert found.exact_bytes == pytest.approx(float((selection.pages() * LAYER.page_bytes).sum()))
     assert found.blocks == blocks
+    assert found.attended <= found.exact_bytes and found.fetched <= found.missed_bytes
     assert found.missed_bytes == pytest.approx(0.75 * pages * LAYER.page_bytes)
 
 
@@ -60,6 +61,9 @@ def test_pages_of_a_cluster_by_default():
     each = (context - 68) / counts.n_centroids / 8 + (mean - sizes.double().mean().item() / 8)
     found = wave_traffic(GEOMETRY, context, policy)[0]
     assert found.missed_bytes == pytest.approx(2 * counts.nprobe * each * LAYER.page_bytes)
+    tokens = counts.nprobe * (context - 68) / counts.n_centroids
+    assert found.fetched == pytest.approx(2 * tokens * LAYER.token_bytes)
+    assert found.attended == pytest.approx(2 * (tokens + 69) * LAYER.token_bytes)
 
 
 def test_windows_dense_layers_and_short_prompts_are_dense():
