@@ -33,11 +33,11 @@ _INFINITY = tl.constexpr(float("inf"))
 class Tiles:
     """Launch shape. Scan: keys a tile, tiles a program, warps, loads in flight. Search: warps."""
 
-    keys: int = 128
-    span: int = 1
+    keys: int = 64
+    span: int = 8
     warps: int = 4
-    stages: int = 1
-    search_warps: int = 4
+    stages: int = 3
+    search_warps: int = 8
 
 
 def supports(queries: Tensor, keys: Tensor, k: int) -> bool:

@@ -98,7 +98,8 @@ def _scan_kernel(
         top = tl.load(high + place, mask=shown, other=0.0)
         if BOUNDS:
             bottom = tl.load(low + place, mask=shown, other=0.0)
-            above, below = tl.maximum(query, 0.0), tl.minimum(query, 0.0)
+            above = tl.maximum(query, 0.0).to(query.dtype)
+            below = tl.minimum(query, 0.0).to(query.dtype)
             scores = tl.dot(above, tl.trans(top), input_precision="ieee")
             scores = tl.dot(below, tl.trans(bottom), scores, input_precision="ieee")
         else:
