@@ -28,6 +28,7 @@ from kvtune.hardware import (
     Hardware,
     LayerCost,
     LayerTraffic,
+    StepSample,
     calibrate,
     layer_cost,
     read_hardware,
@@ -93,21 +94,22 @@ def main() -> None:
     assert not set(settings) & {*ON_DEVICE, *OFFLOADED}, "a setting must not be one that was fitted"
     if out := os.environ.get("OUT"):
         recording.RESULTS = Path(out)
+    fitted = Fitted()
     if options.calibration:
         hardware = read_hardware(options.calibration)
     else:
         name = options.save.stem if options.save else None
-        hardware = calibrate("cuda", name=name, progress=Told())
+        hardware = calibrate("cuda", name=name, progress=Told(), listener=fitted.append_step)
     if options.save:
         save_hardware(hardware, options.save, overwrite=True)
     show_stages(hardware)
     torch.manual_seed(0)
-    rows: list[dict[str, Any]] = []
+    fits, rows = fitted.rows(hardware), []
     for setting in settings:
         rows.append(compared(setting, hardware, options.stages))
         gc.collect()
         torch.cuda.empty_cache()
-        path = recording.record([*summary(rows), *rows], "step_time")
+        path = recording.record([*summary(rows), *rows, *fits], "step_time")
     print(recording.table(summary(rows)))
     print(f"wrote {path}")
 
@@ -126,6 +128,7 @@ def compared(setting: StepSetting, hardware: Hardware, by_stage: bool) -> dict[s
         "peer": "live", "peer_value": 1e6 * live, "ratio": predicted.attention_seconds / live,
         "error_percent": percent(predicted.attention_seconds, live),
         "planned_us": 1e6 * predict(hardware, setting, planned).attention_seconds,
+        "offload": "none" if setting.cache is None else "cpu",
         "hit_ratio": None if setting.cache is None else hits,
         "terms_us": terms, "traffic": asdict(traffic), **asdict(setting), "layers": len(steps.layers),
     }  # fmt: skip
@@ -205,6 +208,34 @@ def show_stages(hardware: Hardware) -> None:
                 f"  {name:9s} {stage.fixed_us:6.2f} us + bytes at {rate} + {stage.ns_per_entry:.4g} ns an "
                 f"entry ({stage.samples} samples{error})"
             )
+
+
+class Fitted:
+    """The steps that calibration fitted to: what they took, stage by stage, and what the fit says."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[StepSetting, StepSample]] = []
+
+    def append_step(self, setting: StepSetting, sample: StepSample) -> None:
+        parts = ", ".join(f"{name} {1e6 * seconds:.1f}" for name, seconds in sample.seconds.items())
+        print(f"    {label(setting):48s} {1e6 * sample.whole:7.1f} us  [{parts}]", flush=True)
+        self.steps.append((setting, sample))
+
+    def rows(self, hardware: Hardware) -> list[dict[str, Any]]:
+        found = []
+        for setting, sample in self.steps:
+            terms = {}
+            for name, features in sample.features.items():
+                stage = hardware.stages.get(name)
+                terms[name] = 1e6 * stage.seconds(features.bytes, features.entries) if stage else 0.0
+            fit, whole = sum(terms.values()), 1e6 * sample.whole
+            found.append(
+                {"name": f"fitted_step {label(setting)}", "value": fit, "unit": "us", "peer": "live",
+                 "peer_value": whole, "ratio": fit / whole, "error_percent": percent(fit, whole),
+                 "terms_us": terms, "live_terms_us": {k: 1e6 * v for k, v in sample.seconds.items()},
+                 "features": {name: asdict(one) for name, one in sample.features.items()}, **asdict(setting)}
+            )  # fmt: skip
+        return found
 
 
 class Told:

@@ -24,7 +24,7 @@ from kvtune.hardware.files import parse_hardware
 from kvtune.hardware.fit import Sample, fit_stages
 from kvtune.hardware.machine import DeviceMemory, Hardware, Launch, Source, Stage
 from kvtune.hardware.probes import Probe, stage_probes
-from kvtune.hardware.step_probes import measure_steps
+from kvtune.hardware.step_probes import StepListener, measure_steps
 from kvtune.hardware.step_settings import StepSetting, settings_for
 from kvtune.progress import Progress, silent
 
@@ -59,6 +59,7 @@ def calibrate(
     estimation: str | None = None,
     folder: str | Path = ".",
     progress: Progress | None = None,
+    listener: StepListener | None = None,
 ) -> Hardware:
     """Measure this machine: the GPU where there is one, else the host's memory as the device.
 
@@ -66,7 +67,8 @@ def calibrate(
     :func:`~kvtune.hardware.probes.stage_probes`) are timed and fitted stage by stage, sparse steps of the
     ``settings`` (default: :func:`~kvtune.hardware.step_settings.settings_for`) all together;
     ``estimation`` says where estimates are made (see :func:`~kvtune.hardware.fit.fit_stages`). The disk is
-    that of ``folder``. A GPU takes a minute or two, most of it for compiling kernels.
+    that of ``folder``. ``listener`` is told of every step measured. A GPU takes a minute or two, most of it
+    for compiling kernels.
 
     Raises ``InputError`` for a device that is not there and an empty name, ``RunError`` where the device has
     no room.
@@ -77,7 +79,7 @@ def calibrate(
     chosen = sizes or (Sizes() if place.type == "cuda" else ON_CPU)
     with torch.cuda.device(place) if place.type == "cuda" else nullcontext():
         try:
-            measures = _measures(place, chosen, probes, settings, Path(folder))
+            measures = _measures(place, chosen, probes, settings, Path(folder), listener)
             return _measure(place, name, measures, estimation, progress or silent)
         except torch.OutOfMemoryError:
             raise RunError(f"{_title(place)} has no room for the measurements", "free its memory") from None
@@ -94,6 +96,7 @@ def _measures(
     probes: Iterable[Probe] | None,
     settings: Iterable[StepSetting] | None,
     folder: Path,
+    listener: StepListener | None,
 ) -> dict[str, Callable[[], Any]]:
     """Every measurement by name, in order."""
     _, free = _memory(place)
@@ -101,7 +104,7 @@ def _measures(
 
     def steps() -> tuple[dict[str, Stage], float]:
         chosen = settings_for(place) if settings is None else settings
-        return measure_steps(chosen, place, repeats, lambda: _release(place))
+        return measure_steps(chosen, place, repeats, lambda: _release(place), listener)
 
     return {
         "device reads": lambda: device_measures.read_rate(place, stream, repeats),

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kvtune.hardware.wave_steps import WaveSteps
     from kvtune.runtime.fused_layer import LayerStore
 
+StepListener = Callable[[StepSetting, StepSample], None]
+
 _LEAST_CALLS, _LEAST_ROUNDS = 32, 24
 """Steps in a graph, at least; and rounds of the layers with a page cache, which must fill and miss."""
 
@@ -74,15 +76,19 @@ def measure_steps(
     device: torch.device,
     repeats: int,
     release: Callable[[], None] = lambda: None,
+    listener: StepListener | None = None,
 ) -> tuple[dict[str, Stage], float]:
     """Stages fitted to all ``settings``, and the largest error of a whole step in the fit.
 
-    ``release`` is called after each setting. Without settings there are no stages.
+    After each setting ``listener`` is told what was measured and ``release`` is called. Without settings
+    there are no stages.
     """
     samples = []
     for setting in settings:
         samples.append(time_steps(build_steps(setting, device), device, repeats))
         release()
+        if listener:
+            listener(setting, samples[-1])
     stages, worst = fit_steps(samples)
     if "lookup" in stages:
         stages["update"] = Stage(samples=stages["lookup"].samples)

@@ -157,7 +157,7 @@ def _partial_step(
     """One step without some stages: :meth:`FusedWave.attend`, launch by launch."""
     info, choice, attention = layer.info, layer.choice, layer.attention
     grouped = query.reshape(-1, info.group, info.head_dim)
-    with attention.beside():  # even for nothing: a capture must know the stream that the merge waits for
+    with attention.beside():  # even for nothing: the fork is part of every step
         if "append" in parts:
             layer.store.append(key, value, layer.resident)
     if "scan" in parts:
@@ -188,7 +188,7 @@ def _offloaded_rows(layer: FusedWaveOffload, parts: Collection[str]) -> Rows:
     if "id_copy" in parts:
         cut(layer.choice, layer.sizes, layer.plan)
     side = layer.side
-    if side is not None:
+    if side is not None:  # even for nothing: a capture must know the stream that join() waits for
         side.wait_stream(torch.cuda.current_stream())
     if "lookup" in parts:
         found = layer.cache.lookup(layer.choice.retrieved, layer.offsets)

@@ -103,13 +103,13 @@ def test_steps_are_fitted_together_and_their_error_is_noted(tmp_path, monkeypatc
     fitted = {"attend": Stage(fixed_us=2.0, samples=3), "estimate": Stage(fixed_us=1.0)}
     given = []
 
-    def measured(settings, device, repeats, release):
-        given.extend([*settings, device, repeats])
+    def measured(settings, device, repeats, release, listener):
+        given.extend([*settings, device, repeats, listener])
         return fitted, 0.0432
 
     monkeypatch.setattr(sys.modules["kvtune.hardware.calibrate"], "measure_steps", measured)
-    hardware = kvtune.calibrate("cpu", sizes=SMALL, folder=tmp_path, settings=["one"])
-    assert given == ["one", CPU, SMALL.repeats]
+    hardware = kvtune.calibrate("cpu", sizes=SMALL, folder=tmp_path, settings=["one"], listener=print)
+    assert given == ["one", CPU, SMALL.repeats, print]
     assert hardware.stages == Stages(**fitted) and hardware.stages.estimation == "beside_fetch"
     assert "4.3%" in (hardware.source.note or "")
 
@@ -149,7 +149,8 @@ def test_bad_input(options, message):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu(tmp_path):
     sizes = Sizes(stream_bytes=64 << 20, transfers=(4096, 1 << 20), matmul=1024, kernels=50, repeats=3)
-    hardware = kvtune.calibrate("cuda", sizes=sizes, folder=tmp_path)
+    few = [one for one in settings_for(torch.device("cuda")) if one.batch == 1 and one.context <= 32768]
+    hardware = kvtune.calibrate("cuda", sizes=sizes, folder=tmp_path, settings=few)
     assert hardware.host_to_device is not None and hardware.launch.graph_node_us is not None
     assert hardware.stages.full is not None and hardware.stages.full.bytes_per_second is not None
     for name in ("scan", "choose", "id_copy", "estimate", "attend", "append", "lookup", "fetch", "update"):
