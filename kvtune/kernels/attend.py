@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -84,7 +85,7 @@ class SparseAttention:
         self.n_exact = max(1, triton.cdiv(exact, self.exact_chunk))
         self.n_estimated = triton.cdiv(estimated, self.estimated_chunk)
         parts = self.n_exact + self.n_estimated
-        self.side = torch.cuda.Stream() if torch.device(device).type == "cuda" else None
+        self.side = side_stream(device)
         self._forked = False
         self.sums = torch.zeros(units, parts, group, value_dim, dtype=torch.float32, device=device)
         self.peaks = torch.zeros(2, units, parts, group, dtype=torch.float32, device=device)
@@ -154,9 +155,24 @@ class SparseAttention:
             self.sums, self.peaks, rows.resident, rows.n_listed,
             rows.n_listed if n_estimated is None else n_estimated, out,
             units, parts, self.n_exact, self.exact_chunk, self.estimated_chunk, width, group,
-            PARTS=triton.next_power_of_2(parts), WIDTH=padded(width), ESTIMATE=n_estimated is not None,
-            num_warps=4,
+            PARTS=min(32, triton.next_power_of_2(parts)), WIDTH=padded(width),
+            ESTIMATE=n_estimated is not None, num_warps=4,
         )  # fmt: skip
+
+
+@cache
+def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def side_stream(device: torch.device | str, number: int = 0) -> torch.cuda.Stream | None:
+    """The ``number``-th stream for what runs beside a step, the same for all layers; ``None`` without a GPU.
+
+    Of the pool of high priority: streams of the usual pool are handed out in turn, and one of them may be
+    the stream that a graph is captured on.
+    """
+    place = torch.device(device)
+    return _side_stream(place, number) if place.type == "cuda" else None
 
 
 def _chunk(length: int, units: int, split: Split) -> int:
@@ -288,24 +304,32 @@ def _merge_kernel(
     PARTS: tl.constexpr, WIDTH: tl.constexpr, ESTIMATE: tl.constexpr,
 ):  # fmt: skip
     unit, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    part, columns = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    columns = tl.arange(0, WIDTH)
     count = tl.load(resident + unit * 4 + 1) + tl.load(resident + unit * 4 + 3) + tl.load(n_listed + unit)
     count -= tl.load(resident + unit * 4 + 2)
-    used = (part < n_exact) & (part * exact_chunk < count)
+    exact = (count + exact_chunk - 1) // exact_chunk
+    estimated = 0
     if ESTIMATE:
-        estimated = tl.load(n_clusters + unit)
-        used = used | ((part >= n_exact) & ((part - n_exact) * estimated_chunk < estimated))
-    used = used & (part < parts)
-    at = (unit * parts + part) * group + head
-    peak = tl.load(part_peaks + at, mask=used, other=float("-inf"))
-    total = tl.load(part_peaks + units * parts * group + at, mask=used, other=0.0)
-    weight = tl.exp(peak - tl.max(peak, 0))
-    sums = tl.load(
-        part_sums + at[:, None] * width + columns[None, :],
-        mask=used[:, None] & (columns < width)[None, :],
-        other=0.0,
-    )
-    merged = tl.sum(sums * weight[:, None], 0) / tl.sum(total * weight, 0)
-    tl.store(
-        out + (unit * group + head) * width + columns, merged.to(out.dtype.element_ty), mask=columns < width
-    )
+        estimated = (tl.load(n_clusters + unit) + estimated_chunk - 1) // estimated_chunk
+    top = tl.full((), float("-inf"), tl.float32)
+    total = tl.zeros((), tl.float32)
+    merged = tl.zeros([WIDTH], tl.float32)
+    for first in range(0, exact + estimated, PARTS):  # parts that had something to do, exact ones first
+        number = first + tl.arange(0, PARTS)
+        used = number < exact + estimated
+        part = tl.where(number < exact, number, n_exact + number - exact)
+        at = (unit * parts + part) * group + head
+        peak = tl.load(part_peaks + at, mask=used, other=float("-inf"))
+        mass = tl.load(part_peaks + units * parts * group + at, mask=used, other=0.0)
+        sums = tl.load(
+            part_sums + at[:, None] * width + columns[None, :],
+            mask=used[:, None] & (columns < width)[None, :],
+            other=0.0,
+        )
+        new = tl.maximum(top, tl.max(peak, 0))
+        weight, scale = tl.exp(peak - new), tl.exp(top - new)
+        total = total * scale + tl.sum(mass * weight, 0)
+        merged = merged * scale + tl.sum(sums * weight[:, None], 0)
+        top = new
+    merged = (merged / total).to(out.dtype.element_ty)
+    tl.store(out + (unit * group + head) * width + columns, merged, mask=columns < width)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvtune.caching import capacity_pages
 from kvtune.geometry import PAGE_TOKENS, LayerInfo
-from kvtune.kernels.attend import Rows
+from kvtune.kernels.attend import Rows, side_stream
 from kvtune.kernels.choose import cut
 from kvtune.policies.wave_index import WaveIndex
 from kvtune.runtime.fused_layer import LayerStore, nbytes
@@ -57,7 +57,7 @@ class FusedWaveOffload(FusedWave):
             ):
                 keys, values = (part[:, begin:end] for part in store.of(sequence))
                 self.store.put(sequence, row, keys, values)
-        self.side = torch.cuda.Stream() if torch.device(device).type == "cuda" else None
+        self.side = side_stream(device, 1)
 
     def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         super().start(store, prompt_queries)
@@ -70,7 +70,9 @@ class FusedWaveOffload(FusedWave):
         first = int(self.offsets[units.start, self.clusters[sequence]]) if grown else 0
         for kept, host in ((source.keys, self.host_keys), (source.values, self.host_values)):
             wanted = rows[..., None].expand(-1, -1, kept.shape[2])
-            host[units, first : first + n] = torch.gather(kept[units], 1, wanted).to(host.device)
+            sorted_rows = torch.gather(kept[units], 1, wanted)
+            for unit, row in enumerate(sorted_rows, units.start):  # one run of host memory each
+                host[unit, first : first + n].copy_(row)
         return first
 
     def _tail_rows(self, sequence: int) -> tuple[int, int]:
