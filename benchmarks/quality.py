@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=6144)
     parser.add_argument("--samples", type=int, default=3)
     parser.add_argument("--decode", type=int, default=48)
+    parser.add_argument("--match-layers", help="layers whose bytes are matched, like 3,9,15 (default: all)")
     parser.add_argument("--profile", type=Path)
     parser.add_argument("--turn-context", type=int, default=2500, help="0: no turns")
     parser.add_argument("--turn-samples", type=int, default=8)
@@ -76,6 +77,7 @@ def main() -> None:
 
 def compared(loaded: LoadedModel, task: str, options: argparse.Namespace) -> dict[str, Any]:
     """The comparison of one task, with the live figures of each method."""
+    layers = [int(n) for n in options.match_layers.split(",")] if options.match_layers else None
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace"
         capture(
@@ -88,7 +90,7 @@ def compared(loaded: LoadedModel, task: str, options: argparse.Namespace) -> dic
             prompt_queries=1024,
         )
         trace = kvtune.open_trace(path)
-        return compare(trace, METHODS, device="auto", live=TracedRuns(trace, options.samples))
+        return compare(trace, METHODS, layers=layers, device="auto", live=TracedRuns(trace, options.samples))
 
 
 def profiled(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Any]:
