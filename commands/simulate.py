@@ -89,7 +89,7 @@ def simulate(
         "policy": {"name": policy, "parameters": chosen.parameters()},
         "cache": {"name": cache, "title": title},
         "layers": sorted({layer for _, _, layer, _ in curve[0].units}),
-        "units": len(curve[0].units),
+        "units": curve[0].asking_units,
         "steps": curve[0].steps[0],
         "warm_up_steps": WARM_UP_STEPS,
         "curve": [result.to_dict() for result in curve],

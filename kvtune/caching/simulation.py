@@ -44,7 +44,7 @@ class CacheResult:
 
     cache, title      replacement policy by name, and as results are labelled
     budget            cache fraction: page slots · 8 ÷ context tokens, per unit
-    page_slots        slots over all units
+    page_slots        slots over all units that ask anything
     page_bytes        bytes of K and V of one page in one kv head
     steps             decode steps from an empty cache and after warm-up, summed over timelines
     tally             hits and accesses summed over units (page-weighted, request-weighted, token-weighted)
@@ -60,6 +60,11 @@ class CacheResult:
     tally: Tally
     truncations: int
     units: dict[Unit, UnitResult] = field(default_factory=dict)
+
+    @property
+    def asking_units(self) -> int:
+        """Units that ask anything: those of dense and windowed layers do not."""
+        return sum(bool(unit.tally.accesses[COLD].any()) for unit in self.units.values())
 
     @property
     def hit_ratio(self) -> HitRatio:
@@ -164,7 +169,8 @@ def simulate(
             replayed = _replay(accesses, fractions, replacement, warm_up, keep_hits)
             for result, at_budget in zip(results, replayed):
                 result.units[unit] = at_budget
-                result.page_slots += at_budget.capacity
+                if len(accesses.blocks):
+                    result.page_slots += at_budget.capacity
                 result.tally += at_budget.tally
             step.advance()
     return results

@@ -72,7 +72,9 @@ def test_units_add_up_and_masks_agree(name: str):
         assert result.budget == budget
         hits = sum(unit.tally.hits for unit in result.units.values())
         assert np.array_equal(hits, result.tally.hits) and result.tally.hits[0, 0].min() > 0
-        assert result.page_slots == sum(unit.capacity for unit in result.units.values())
+        asking = [result.units[unit] for unit, accesses in log if len(accesses.blocks)]
+        assert result.page_slots == sum(unit.capacity for unit in asking)
+        assert result.asking_units == len(asking) == 2
         for unit, accesses in log:
             replayed = result.units[unit]
             assert replayed.capacity == capacity_pages(budget, accesses.context_tokens)
@@ -95,6 +97,7 @@ def test_warm_up_leaves_out_32_steps():
 def test_nothing_accessed_is_no_ratio():
     (result,) = simulate(log_of(unit_of([[], [], []])), [0.1])
     assert math.isnan(result.hit_ratio.page) and result.transfer_bytes_per_step == 0
+    assert result.page_slots == 0 and result.asking_units == 0
     row = result.to_dict()
     assert row["hit_ratio"] == {"request": None, "page": None, "token": None}
     assert row["warm_transfer_bytes_per_step"] is None and row["partial_page_waste"] is None
