@@ -139,7 +139,7 @@ def test_each_preset_loads_by_its_name_and_round_trips(name):
     assert hardware.source.note
     assert hardware.source.kind == "measured" or "launch" in hardware.source.assumed
     memory = hardware.device_memory
-    assert memory.copy_bytes_per_second <= memory.read_bytes_per_second
+    assert memory.copy_bytes_per_second <= 1.05 * memory.read_bytes_per_second  # each measured apart
     assert hardware.transfer_seconds(1e9) > 1e9 / memory.copy_bytes_per_second
 
 
