@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtune.analysis.checks import served_layers
 from kvtune.analysis.recordings import Recordings
 from kvtune.analysis.statistics import bootstrap_interval
 from kvtune.caching import AccessLog, CacheResult, UnitAccesses, simulate
@@ -39,10 +40,11 @@ class LayerOutcome:
 class Score:
     """A plan over all timelines and layers of a bench.
 
-    Errors are pooled over layers, steps and query heads; ``read_bytes_per_step`` is the mean over steps of
-    the sum over layers and kv heads; ``hit_ratio`` is page-weighted from an empty cache, ``None`` where
-    nothing is cacheable. ``unit_errors`` holds the mean error of each (timeline, layer), ``timeline_bytes``
-    the read bytes per step of each timeline.
+    Errors are pooled over the layers that a policy serves (those with a window of their own stay exact),
+    steps and query heads; ``read_bytes_per_step`` is the mean over steps of the sum over all layers and kv
+    heads; ``hit_ratio`` is page-weighted from an empty cache, ``None`` where nothing is cacheable.
+    ``unit_errors`` holds the mean error of each (timeline, layer served), ``timeline_bytes`` the read bytes
+    per step of each timeline.
     """
 
     error_mean: float
@@ -68,12 +70,14 @@ class Bench(Recordings):
         self, trace: Trace, samples: Sequence[int], layers: Sequence[int], device: str = "cpu"
     ) -> None:
         super().__init__(trace, samples, layers, device)
+        self.served = served_layers(trace, self.layers)
         self._outcomes: dict[tuple[Any, ...], LayerOutcome] = {}
 
     def score(self, plan: Plan, cache_fraction: float) -> Score:
         """Measure ``plan`` with a wave buffer of ``cache_fraction``."""
         rows = self._rows(plan)
-        errors = np.concatenate([o.errors.ravel() for row in rows for o in row])
+        served = self._served(rows)
+        errors = np.concatenate([o.errors.ravel() for o in served])
         cached = self._simulated(rows, cache_fraction)
         step_bytes = [np.sum([o.read_bytes for o in row], axis=0) for row in rows]
         return Score(
@@ -81,7 +85,7 @@ class Bench(Recordings):
             error_p95=float(np.quantile(errors, 0.95)),
             read_bytes_per_step=float(np.concatenate(step_bytes).mean()),
             hit_ratio=None if cached is None else cached.hit_ratio.page,
-            unit_errors=tuple(float(o.errors.mean()) for row in rows for o in row),
+            unit_errors=tuple(float(o.errors.mean()) for o in served),
             timeline_bytes=tuple(float(b.mean()) for b in step_bytes),
         )
 
@@ -90,14 +94,14 @@ class Bench(Recordings):
         return float(np.sum([self.outcome(plan, 0, n).read_bytes for n in self.layers], axis=0).mean())
 
     def intervals(self, plan: Plan, cache_fraction: float, seed: int = 0) -> dict[str, Interval]:
-        """95% bootstrap intervals of a plan's score, resampling (timeline, layer) units.
+        """95% bootstrap intervals of a plan's score, resampling (timeline, layer served) units.
 
         Keys: ``error_mean``, ``error_p95``, ``read_bytes_per_step`` (resampling timelines) and, where
         something is cacheable, ``hit_ratio``; values (value, low, high).
         """
         score = self.score(plan, cache_fraction)
         rows = self._rows(plan)
-        units = [o.errors.ravel().astype(np.float64) for row in rows for o in row]
+        units = [o.errors.ravel().astype(np.float64) for o in self._served(rows)]
         random = np.random.default_rng(seed)
         tails = [
             np.quantile(
@@ -140,6 +144,10 @@ class Bench(Recordings):
     def _rows(self, plan: Plan) -> list[list[LayerOutcome]]:
         """Outcomes by timeline and layer."""
         return [[self.outcome(plan, i, layer) for layer in self.layers] for i in range(len(self.timelines))]
+
+    def _served(self, rows: list[list[LayerOutcome]]) -> list[LayerOutcome]:
+        """The outcomes, timeline by timeline, of layers that a policy serves."""
+        return [o for row in rows for layer, o in zip(self.layers, row) if layer in self.served]
 
     def _simulated(self, rows: list[list[LayerOutcome]], cache_fraction: float) -> CacheResult | None:
         """The wave buffer on all accesses; ``None`` where nothing is cacheable."""

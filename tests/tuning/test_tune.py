@@ -138,6 +138,22 @@ def test_windowed_layer_is_dense_and_costs_its_window(clustered_trace):
     assert set(outcome.read_bytes.tolist()) == {2 * 8 * page}
 
 
+def test_pooled_errors_leave_windowed_layers_out_and_bytes_do_not(clustered_trace):
+    plan = shipped_default().plan
+    whole = Bench(clustered_trace, [0, 1], clustered_trace.layers)
+    served, windowed = (Bench(clustered_trace, [0, 1], layers) for layers in ([0, 1], [2]))
+    found, alone = whole.score(plan, 0.05), served.score(plan, 0.05)
+    assert found.unit_errors == alone.unit_errors and len(found.unit_errors) == 4
+    assert (found.error_mean, found.error_p95) == (alone.error_mean, alone.error_p95)
+    dense = windowed.score(plan, 0.05)
+    assert dense.error_mean < 1e-5 and len(dense.unit_errors) == 2
+    both = alone.read_bytes_per_step + dense.read_bytes_per_step
+    assert found.read_bytes_per_step == pytest.approx(both) and dense.read_bytes_per_step > 0
+    intervals, without = whole.intervals(plan, 0.05), served.intervals(plan, 0.05)
+    for name in ("error_mean", "error_p95"):
+        assert intervals[name] == without[name]
+
+
 def test_verdict_needs_an_interval_off_zero_and_no_more_bytes(clustered_trace):
     bench = Bench(clustered_trace, [0, 1], clustered_trace.layers)
     default = bench.score(shipped_default().plan, 0.05)
