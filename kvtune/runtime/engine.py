@@ -32,6 +32,7 @@ from torch import Tensor
 from kvtune.caching import AccessLog, Unit
 from kvtune.capturing.hook import Sink
 from kvtune.errors import unknown
+from kvtune.geometry import LayerInfo, ModelGeometry
 from kvtune.models import LoadedModel
 from kvtune.policies.plan import Plan
 
@@ -84,7 +85,7 @@ class HeldBytes:
     buffers     execution buffers and whatever else a step works in
     steady      tokens that are always resident (and all of a dense layer's, inside its window)
     host        keys and values in host memory
-    full_kv     what full attention keeps at this length
+    full_kv     what full attention keeps at this length: of a layer with a window, that much
     counted     true: what the plan needs on an engine that moves keys and values, counted; false: allocated
     """
 
@@ -196,6 +197,17 @@ class Engine(Protocol):
 
     def held_bytes(self) -> HeldBytes:
         """Bytes held for the sequence as it is now (buffers: the most of any step since build or rewind)."""
+
+
+def full_kv_bytes(geometry: ModelGeometry, length: int) -> int:
+    """What full attention keeps of ``length`` tokens: all of them, or a layer's window of them."""
+    return sum(dense_bytes(geometry.layer(number), length) for number in range(geometry.n_layers))
+
+
+def dense_bytes(info: LayerInfo, length: int) -> int:
+    """Keys and values that a dense layer keeps of ``length`` tokens."""
+    kept = length if info.window is None else min(length, info.window)
+    return kept * info.token_bytes * info.n_kv_heads
 
 
 def engine_names() -> list[str]:

@@ -20,7 +20,7 @@ from kvtune.errors import InputError
 from kvtune.models import LoadedModel, attention_through, cached, sdpa
 from kvtune.policies.plan import Plan
 from kvtune.runtime.block_cache import BlockCache, Counters
-from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings
+from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, full_kv_bytes
 from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder, access_log, layer_window
 from kvtune.runtime.fused_methods import plan_refusal
@@ -237,14 +237,13 @@ class FusedEngine:
             for name, size in layer.gpu_bytes().items():
                 total[name] += size
             host += layer.host_bytes()
-        full_kv = self.length * self.loaded.geometry.kv_bytes_per_token
         return HeldBytes(
             cache=total["cache"],
             index=total["index"],
             buffers=total["buffers"],
             steady=total["kv"],
             host=host,
-            full_kv=full_kv,
+            full_kv=full_kv_bytes(self.loaded.geometry, self.length),
             counted=False,
         )
 

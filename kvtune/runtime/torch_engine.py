@@ -15,10 +15,9 @@ from kvtune.caching import AccessLog, Unit
 from kvtune.capturing import loop
 from kvtune.capturing.hook import Sink
 from kvtune.capturing.loop import Session
-from kvtune.geometry import LayerInfo
 from kvtune.models import LoadedModel, attention_through, cached
 from kvtune.policies.plan import Plan
-from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings
+from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, dense_bytes, full_kv_bytes
 from kvtune.runtime.forking import fork_index
 from kvtune.runtime.hook import SparseAttention
 from kvtune.runtime.sequence import LayerState
@@ -168,7 +167,7 @@ class TorchEngine:
         for number in range(self.loaded.geometry.n_layers):
             state = self._hook.sequence.layer(number)
             if state.index is None:
-                steady += _dense_bytes(state.info, self.length)
+                steady += dense_bytes(state.info, self.length)
                 continue
             page = state.info.page_bytes
             index += state.policy.index_bytes(state.index, state.info)
@@ -177,7 +176,7 @@ class TorchEngine:
             if any(block_cache.counters.requests[1] for block_cache in state.caches):
                 cache += sum(block_cache.capacity for block_cache in state.caches) * page
                 host += self.length * state.info.token_bytes * state.info.n_kv_heads
-        full_kv = self.length * self.loaded.geometry.kv_bytes_per_token
+        full_kv = full_kv_bytes(self.loaded.geometry, self.length)
         return HeldBytes(cache, index, buffers, steady, host, full_kv, counted=True)
 
     def _sequence(self) -> LiveSequence:
@@ -199,8 +198,3 @@ class TorchEngine:
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize(self.loaded.device)
         return time.perf_counter()
-
-
-def _dense_bytes(info: LayerInfo, length: int) -> int:
-    kept = length if info.window is None else min(length, info.window)
-    return kept * info.token_bytes * info.n_kv_heads

@@ -95,6 +95,7 @@ def test_a_windowed_layer_stays_dense_in_its_window():
         fused.start()
         fused.feed(CONTEXT)
         fused.step(4)
+        assert fused.held_bytes().full_kv == 2 * (1251 + 40 + 1251) * 2 * 8 * 4
     assert [type(layer).__name__ for layer in fused_layers(windowed)] == [
         "RangeLayer",
         "RangeLayer",

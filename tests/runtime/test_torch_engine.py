@@ -208,6 +208,20 @@ def test_bytes_are_counted_by_hand(loaded):
     assert held.total == held.cache + held.index + held.buffers + held.steady
 
 
+def test_windowed_layers_keep_their_window(loaded):
+    """Full attention would keep no more of them, whatever the plan."""
+    windowed = loaded_tiny(windows=(40, None, 5000))
+    length, token = 1250, 2 * 8 * 4
+    for name in ("full", "wave_index"):
+        with TorchEngine(windowed, live_plan(name), OPTIONS) as engine:
+            engine.feed(CONTEXT)
+            engine.build()
+            held = engine.held_bytes()
+        assert held.full_kv == 2 * (40 + 2 * length) * token
+        assert held.steady >= 2 * (40 + length) * token
+    assert held.total < held.full_kv
+
+
 def test_counters_agree_with_the_masks_and_the_replay(loaded):
     with TorchEngine(loaded, live_plan("wave_index"), OPTIONS) as engine:
         engine.feed(CONTEXT)
