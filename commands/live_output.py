@@ -18,6 +18,9 @@ def show_run(output: Output, document: dict[str, Any]) -> None:
         f"{document['decode_steps']} decode steps, cache of {document['cache_fraction']:.1%} of the "
         f"context{partly}"
     )
+    if windowed := len(document["windowed_layers"]):
+        several = f"{windowed} sliding layers stay dense in their window"
+        output.line(several if windowed > 1 else "1 sliding layer stays dense in its window")
     rows = [*_quality(document), *_hits(document), *_scores(document), *_times(document), *_memory(document)]
     output.table(_COLUMNS, rows)
     if len(document["per_turn"]) > 1:

@@ -62,7 +62,8 @@ def live(
     and its questions join the index as decode-made tokens do. Later turns' tokens join it in both cases.
     Block caches start empty at every request, in free running also at every turn whose answer is replaced.
 
-    Returns the JSON document of ``kvtune live``. ``hit_ratio`` is counted by the live caches,
+    Returns the JSON document of ``kvtune live``. ``windowed_layers`` are dense in the model's own sliding
+    windows under every plan. ``hit_ratio`` is counted by the live caches,
     ``replayed_hit_ratio`` is the simulator's on the same accesses (``replay_equal``: access by access, in all
     passes), ``forecast_hit_ratio`` the simulator's on what the plan asks given full attention's queries of
     the same tokens (forced) or of its own answers (free), beside that run's ``live`` ratios. ``prefill_ms``
@@ -96,7 +97,7 @@ def live(
     if record is not None:
         record.finish()
     run.engine = {"engine": opened.name, "offload": opened.offload, "notes": list(opened.notes)}
-    return live_document(run, chosen, seed, predict(run, chosen) if predict else None)
+    return live_document(run, chosen, loaded.geometry, seed, predict(run, chosen) if predict else None)
 
 
 @dataclass

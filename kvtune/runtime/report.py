@@ -11,13 +11,16 @@ import torch
 
 from kvtune.analysis.statistics import bootstrap_interval
 from kvtune.caching import Tally
+from kvtune.geometry import ModelGeometry
 from kvtune.policies.plan import Plan
 from kvtune.runtime.comparison import AnswerComparison
 from kvtune.runtime.measurements import CachePass, FreeAnswer, LiveRun
 from kvtune.runtime.scoring import score_of, task_scores
 
 
-def live_document(run: LiveRun, plan: Plan, seed: int, predicted_step_ms: float | None) -> dict[str, Any]:
+def live_document(
+    run: LiveRun, plan: Plan, geometry: ModelGeometry, seed: int, predicted_step_ms: float | None
+) -> dict[str, Any]:
     """The JSON document of ``kvtune live`` (see :func:`kvtune.live` for its keys)."""
     hits = run.forced.live()
     times = run.timings
@@ -26,6 +29,7 @@ def live_document(run: LiveRun, plan: Plan, seed: int, predicted_step_ms: float 
         "policy": plan.policy.name,
         "params": plan.policy.parameters(),
         "dense_layers": list(plan.dense_layers),
+        "windowed_layers": [layer for layer, window in enumerate(geometry.windows) if window is not None],
         "cache_fraction": run.forced.fraction,
         "interrupted": run.interrupted,
         "requests": run.requests,

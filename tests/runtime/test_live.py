@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from runtime_model import CONTEXT, SAMPLE, loaded_tiny, tiny_model
+from runtime_model import CONTEXT, SAMPLE, loaded_tiny, single, tiny_model
 
 from kvtune.errors import InputError
 from kvtune.models import feed, new_cache
@@ -18,8 +18,8 @@ from kvtune.runtime.engine import EngineOptions
 from kvtune.runtime.torch_engine import TorchEngine
 
 KEYS = {
-    "engine", "offload", "notes", "policy", "params", "dense_layers", "cache_fraction", "interrupted",
-    "requests", "answers", "decode_steps", "kl", "delta_nll", "top1", "hit_ratio", "replayed_hit_ratio",
+    "engine", "offload", "notes", "policy", "params", "dense_layers", "windowed_layers", "cache_fraction",
+    "interrupted", "requests", "answers", "decode_steps", "kl", "delta_nll", "top1", "hit_ratio", "replayed_hit_ratio",
     "replay_equal", "forecast_hit_ratio", "truncations", "tokens_per_second", "full_tokens_per_second",
     "prefill_ms", "index_build_ms", "step_ms", "full_step_ms", "predicted_step_ms", "stages_ms", "gpu_bytes",
     "host_bytes", "bytes_are", "score", "per_turn",
@@ -71,6 +71,13 @@ def test_dense_layers_alone_equal_full_attention(loaded):
     assert document["kl"]["mean"] == pytest.approx(0, abs=1e-7)
     assert document["hit_ratio"] == {"request": None, "page": None, "token": None}
     assert document["replay_equal"] is None
+
+
+def test_windowed_layers_are_named(document):
+    assert document["windowed_layers"] == []
+    hybrid = loaded_tiny(windows=(30, None, 30))
+    found = live(hybrid, [single(SAMPLE, 1)], "streaming", decode=2, free=False, forecast=False)
+    assert found["windowed_layers"] == [0, 2] and found["dense_layers"] == []
 
 
 def test_full_pass_forces_the_reference_and_then_follows_the_model(loaded):

@@ -74,6 +74,17 @@ def test_people_read_measured_beside_predicted(live):
         assert words in ran.out
 
 
+def test_sliding_layers_are_told(live, cli, prompts, tmp_path):
+    assert "sliding" not in live("--no-free").out
+    tiny_model("gemma3").save_pretrained(tmp_path / "hybrid")
+    tiny_tokenizer().save_pretrained(tmp_path / "hybrid")
+    ran = cli(
+        "live", tmp_path / "hybrid", "--prompts", prompts, "--policy", "quest", "--decode", 2, "--no-free"
+    )
+    assert ran.exit_code == 0, ran.err
+    assert "\n2 sliding layers stay dense in their window\n" in ran.out
+
+
 def test_json_is_the_document(live):
     ran = live("--json", "--no-free", "--offload", "cpu")
     document = json.loads(ran.out)
