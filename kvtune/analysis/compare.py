@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from kvtune.analysis.comparison_page import render_comparison
 from kvtune.analysis.document import provenance, scores, windowed_layers
 from kvtune.analysis.matching import TOLERANCE, match_budget
 from kvtune.analysis.output import check_absent, json_text, write_files
+from kvtune.analysis.statistics import rank_correlation
 from kvtune.errors import InputError, unknown
 from kvtune.policies import all_policies, get_policy
 from kvtune.policies.base import Policy
@@ -59,6 +61,8 @@ def compare(
     timeline, over layers), ``matched``, ``note``, ``reference`` and ``by_turn`` (the same by request and
     turn). With ``out``, that folder receives ``compare.json`` and ``compare.html``.
 
+    ``proxy`` has the rank correlation of trace error and live KL over the rows that were run live.
+
     Raises ``InputError`` for policies that are unknown, named twice or all left out, for settings of a
     policy that is not compared or of its budget, for layers the trace lacks, a device that does not exist, a
     target of no bytes, an ``out`` that holds a comparison, and a trace without values or decode steps;
@@ -91,6 +95,7 @@ def compare(
         "full_read_bytes_per_step": next(r["read_bytes_per_step"] for r in rows if r["name"] == "full"),
         "policies": sorted(rows, key=lambda row: row["output_error"]["mean"]),
         "left_out": left_out,
+        "proxy": _proxy(rows),
         "seed": seed,
         "seconds": round(time.perf_counter() - started, 3),
         "provenance": provenance(trace),
@@ -105,6 +110,16 @@ def compare(
             },
         )
     return document
+
+
+def _proxy(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How far the error on the trace ranks methods as the live KL does; ``None`` without live runs."""
+    run = [row for row in rows if "kl" in row]
+    if not run:
+        return None
+    errors, kls = [row["output_error"]["mean"] for row in run], [row["kl"]["mean"] for row in run]
+    found = rank_correlation(errors, kls)
+    return {"rank_correlation": None if math.isnan(found) else found, "settings": len(run)}
 
 
 def _policies(names: Sequence[str], settings: Mapping[str, Mapping[str, Any]]) -> list[Policy]:

@@ -68,6 +68,12 @@ def findings(document: Document) -> list[str]:
     if equal:
         ranking = ", ".join(f"{_named(row)} {number(row['output_error']['mean'])}" for row in equal)
         found.append(f"Mean output error of those at the target, best first: {ranking}.")
+    proxy = document["proxy"]
+    if proxy is not None and proxy["rank_correlation"] is not None:
+        found.append(
+            f"Over the {proxy['settings']} rows run live, the rank correlation of the error on the trace with "
+            f"the live KL is {proxy['rank_correlation']:.2f} (1: the same order)."
+        )
     found += [
         f"{row['name']} is not at the target: {row['note']}."
         for row in document["policies"]

@@ -105,3 +105,22 @@ def group_sums(values: ArrayLike, groups: Sequence[int] | NDArray[np.int64]) -> 
     sums = np.bincount(index[present], flat[present], size).astype(np.float64)
     counts = np.bincount(index[present], minlength=size).astype(np.float64)
     return sums, counts
+
+
+def rank_correlation(first: ArrayLike, second: ArrayLike) -> float:
+    """Spearman's ρ of paired values: the correlation of their ranks, equal values sharing the mean rank.
+
+    NaN for fewer than three pairs, or where all values of one side are equal.
+    """
+    a, b = _ranks(np.asarray(first, np.float64)), _ranks(np.asarray(second, np.float64))
+    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(values: Floats) -> Floats:
+    """Ranks 0…n-1; ties get the mean of the ranks they take up."""
+    _, group, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    means: Floats = (ends - 1 + ends - counts) / 2
+    return means[group]

@@ -217,6 +217,21 @@ def test_live_results_join_the_rows(trace, tmp_path):
     assert rows(document)["streaming"]["kl"]["mean"] == 0.25
     assert "not run live: not today" in rows(document)["full"]["note"]
     assert "live KL" in (tmp_path / "out" / "compare.html").read_text()
+    assert document["proxy"] == {"rank_correlation": None, "settings": 2}
+
+
+def test_the_error_on_the_trace_is_held_to_the_live_order(trace, tmp_path):
+    def live(policy):
+        return {"kl": {"mean": order[policy.name], "p95": 1.0}}
+
+    order = {"full": 0.0, "oracle_topk": 1.0, "streaming": 2.0, "quest": 3.0}
+    document = compare(trace, ["streaming", "quest"], live=live, out=tmp_path / "out")
+    errors = {row["name"]: row["output_error"]["mean"] for row in document["policies"] if "kl" in row}
+    ranks = sorted(errors, key=errors.__getitem__)
+    distance = sum((ranks.index(name) - place) ** 2 for place, name in enumerate(order))
+    assert document["proxy"]["settings"] == 4
+    assert document["proxy"]["rank_correlation"] == pytest.approx(1 - 6 * distance / (4 * 15))
+    assert "rank correlation" in (tmp_path / "out" / "compare.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtune.analysis.statistics import Distribution, bootstrap_interval, group_sums
+from kvtune.analysis.statistics import Distribution, bootstrap_interval, group_sums, rank_correlation
 
 FLOATS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 
@@ -88,3 +88,26 @@ def test_values_gather_into_groups():
     sums, counts = group_sums([1.0, 2.0, math.nan, 4.0], [5, 9, 9, 5])
     assert sums.tolist() == [5.0, 2.0]
     assert counts.tolist() == [2.0, 1.0]
+
+
+def ranked_slowly(values: list[float]) -> list[float]:
+    """The mean rank of each value: those below it, and half of its equals."""
+    return [sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
+
+
+@given(st.lists(st.tuples(st.integers(-5, 5), st.integers(-5, 5)), min_size=3, max_size=20))
+def test_rank_correlation_is_that_of_the_ranks(pairs):
+    first, second = [a for a, _ in pairs], [b for _, b in pairs]
+    found = rank_correlation(first, second)
+    if len(set(first)) == 1 or len(set(second)) == 1:
+        assert math.isnan(found)
+        return
+    x, y = np.array(ranked_slowly(first)), np.array(ranked_slowly(second))
+    x, y = x - x.mean(), y - y.mean()
+    assert found == pytest.approx(float((x * y).sum() / math.sqrt((x * x).sum() * (y * y).sum())))
+    assert rank_correlation([math.exp(a) for a in first], second) == pytest.approx(found)
+    assert rank_correlation([-a for a in first], second) == pytest.approx(-found)
+
+
+def test_two_pairs_have_no_rank_correlation():
+    assert math.isnan(rank_correlation([1, 2], [3, 4]))
