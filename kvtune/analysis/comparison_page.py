@@ -71,8 +71,8 @@ def findings(document: Document) -> list[str]:
     proxy = document["proxy"]
     if proxy is not None and proxy["rank_correlation"] is not None:
         found.append(
-            f"Over the {proxy['settings']} rows run live, the rank correlation of the error on the trace with "
-            f"the live KL is {proxy['rank_correlation']:.2f} (1: the same order)."
+            f"Over the {proxy['settings']} rows run live, the rank correlation of the error on the trace "
+            f"with the live KL is {proxy['rank_correlation']:.2f} (1: the same order)."
         )
     found += [
         f"{row['name']} is not at the target: {row['note']}."
