@@ -25,6 +25,7 @@ from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder, access_log, layer_window
 from kvtune.runtime.fused_methods import plan_refusal
 from kvtune.runtime.fused_offload import FusedWaveOffload
+from kvtune.runtime.room import check_layers, free_bytes, free_host_bytes
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class FusedEngine:
         started = self._now()
         self._context = self._session.length
         new_tokens = max(self._options.longest - self._context, 1)
+        self._check_room(new_tokens)
         decoder = FusedDecoder(
             self.loaded,
             self.plan,
@@ -330,6 +332,14 @@ class FusedEngine:
                 capacity = capacity_pages(self._options.cache_fraction, self._context)
                 answers[unit] = count_only(accesses, capacity)
         return answers
+
+    def _check_room(self, new_tokens: int) -> None:
+        """Refuse what the GPU or the host has no room for before anything is taken."""
+        geometry = self.loaded.geometry
+        free = free_bytes(self.loaded.device)
+        host = free_host_bytes() if self.offload == "cpu" else None
+        row_bytes = geometry.kv_bytes_per_token // geometry.n_layers
+        check_layers(geometry.n_layers, self._context + new_tokens, row_bytes, free, host)
 
     def _now(self) -> float:
         """Seconds, with the device at rest."""

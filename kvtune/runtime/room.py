@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from kvtune.errors import InputError
@@ -52,6 +54,39 @@ def check_fit(geometry: ModelGeometry, weights: int, longest: int, free: int) ->
         f"{_gib(longest * geometry.kv_bytes_per_token)} of keys and values), but {_gib(free)} are free",
         f"about {fits:,} tokens would fit: lower --context" if fits >= 1024 else "use --device cpu",
     )
+
+
+def check_layers(layers: int, rows: int, row_bytes: int, device: int | None, host: int | None) -> None:
+    """Refuse a fused decoder of ``layers`` layers whose keys and values have no room.
+
+    ``rows`` tokens of ``row_bytes`` a layer: on the device (``device`` free bytes; the index takes about an
+    eighth more), or with ``host`` free bytes in host memory, one layer at a time passing through the device.
+    ``None``: not asked. Raises ``InputError``.
+    """
+    layer = rows * row_bytes
+    needed = layers * layer * 9 // 8 if host is None else 2 * layer
+    if device is not None and needed > device:
+        raise InputError(
+            f"the plan's own keys and values and its index need about {_gib(needed)} on the GPU beside the "
+            f"model's, but {_gib(device)} are free",
+            "use --offload cpu, or lower --context" if host is None else "lower --context",
+        )
+    if host is not None and layers * layer > host:
+        raise InputError(
+            f"keys and values of {layers} layers need {_gib(layers * layer)} of pinned host memory, but "
+            f"{_gib(host)} are free",
+            "use --offload none, or lower --context",
+        )
+
+
+def free_host_bytes() -> int | None:
+    """Host memory that can be had without swapping, ``None`` where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
 
 
 def _gib(count: int) -> str:

@@ -15,7 +15,7 @@ from kvtune.models.adapters import count_parameters
 from kvtune.models.loading import ModelFiles, Source
 from kvtune.models.rope import Rope
 from kvtune.runtime import room
-from kvtune.runtime.room import WORKING_BYTES, check_fit, check_room
+from kvtune.runtime.room import WORKING_BYTES, check_fit, check_layers, check_room, free_host_bytes
 
 TOKEN = 3 * 2 * 16 * 4 + 6 * 16 * 4
 
@@ -57,3 +57,20 @@ def test_only_a_gpu_is_asked(monkeypatch):
     check_room(files, Rope(), "auto", torch.device("cuda"), 1000)
     with pytest.raises(InputError, match="on the GPU"):
         check_room(files, Rope(), "auto", torch.device("cuda"), 10**9)
+
+
+def test_layers_without_room_are_refused_with_what_to_do():
+    check_layers(4, 1000, 512, device=None, host=None)
+    check_layers(4, 1000, 512, device=4 * 1000 * 512 * 9 // 8, host=None)
+    with pytest.raises(InputError, match="on the GPU beside the model's") as refused:
+        check_layers(4, 1000, 512, device=4 * 1000 * 512, host=None)
+    assert "--offload cpu" in str(refused.value.hint)
+    check_layers(4, 1000, 512, device=2 * 1000 * 512, host=4 * 1000 * 512)
+    with pytest.raises(InputError, match="pinned host memory") as refused:
+        check_layers(4, 1000, 512, device=None, host=4 * 1000 * 512 - 1)
+    assert "--offload none" in str(refused.value.hint)
+
+
+def test_free_host_memory_is_what_the_system_says():
+    found = free_host_bytes()
+    assert found is None or 0 < found < 1 << 50
