@@ -29,7 +29,7 @@ def calibrate(
 ) -> None:
     """Measure this machine's bandwidths, latencies and stage constants, for 'kvtune simulate --hardware'.
 
-    Takes less than a minute. Without a GPU the device is the host's memory.
+    Takes about a minute on a GPU, most of it for compiling kernels. Without a GPU the device is the host's memory.
     """
     output = Output(json=json, quiet=quiet)
 

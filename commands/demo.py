@@ -92,7 +92,7 @@ def steps(out: Path, overwrite: bool) -> list[Step]:
         (_analyze, f"analyze {code} --out {path['analysis']}"),
         (_simulate, f"simulate {code} --budgets {BUDGETS}"),
         (_tune, f"tune {code} --trials 20 --out {study}"),
-        (_live, f"live {code_search} --samples 2 --profile {profile}"),
+        (_live, f"live {code_search} --samples 2 --no-free --profile {profile}"),
     ]
     for engine in ENGINES:
         folder = shlex.quote(str(out / engine))
