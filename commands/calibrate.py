@@ -29,7 +29,8 @@ def calibrate(
 ) -> None:
     """Measure this machine's bandwidths, latencies and stage constants, for 'kvtune simulate --hardware'.
 
-    Takes about a minute on a GPU, most of it for compiling kernels. Without a GPU the device is the host's memory.
+    Takes about a minute on a GPU, most of it for compiling kernels. Without one, the device is the memory of
+    the host.
     """
     output = Output(json=json, quiet=quiet)
 
