@@ -34,8 +34,10 @@ from kvtune.commands.output import Output
 from kvtune.errors import InputError
 
 if TYPE_CHECKING:
+    from kvtune.hardware import Hardware
     from kvtune.models import LoadedModel
     from kvtune.policies.plan import Plan
+    from kvtune.runtime.step_prediction import StepPredictor
     from kvtune.workloads import Sample, Workload
 
 DEFAULT_CACHE = 0.05
@@ -86,6 +88,10 @@ def live(
             help="Run at each value of 'budget' (the policy's own), 'cache' (the fraction) or a parameter.",
         ),
     ] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option("--hardware", help="Also predict the step on a machine: h200, h100, ... or a file."),
+    ] = None,
     rope: RopeOption = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -115,8 +121,10 @@ def live(
     from kvtune.capturing import CaptureOptions
     from kvtune.policies import get_policy
     from kvtune.policies.plan import Plan
+    from kvtune.profiles.hardware_presets import load_hardware
     from kvtune.workloads import PromptFile, get_workload
 
+    machine = None if hardware is None else load_hardware(hardware)
     plan = Plan(get_policy(policy or "wave_index", settings))
     workload = PromptFile(prompts) if prompts else get_workload(task or "niah_single")
     wanted = CaptureOptions(context=context, samples=samples, requests=requests, turns=turns, decode=decode)
@@ -125,7 +133,7 @@ def live(
         longest = max(len(s.context_ids) + len(s.requests[0].turns[0].question_ids) for s in made)
         plan, own_cache = _profile_plan(profile, loaded, longest, output)
         cache = own_cache if cache is None else cache
-    run = _Run(loaded, made, workload, plan, DEFAULT_CACHE if cache is None else cache, output)
+    run = _Run(loaded, made, workload, plan, DEFAULT_CACHE if cache is None else cache, machine, output)
     options = {"decode": decode, "seed": seed, "engine": engine, "offload": offload}
     if swept is not None:
         folder = out or Path(f"{plan.policy.name}.sweep")
@@ -143,6 +151,7 @@ class _Run:
     workload: Workload
     plan: Plan
     cache: float
+    machine: Hardware | None
     output: Output
 
     def live(self, record: Path | None, overwrite: bool, options: dict[str, Any]) -> None:
@@ -197,10 +206,19 @@ class _Run:
         return {
             "cache_fraction": self.cache,
             "workload": self.workload,
+            "predict": self._predictor,
             "progress": self.output.progress,
         }
 
+    @property
+    def _predictor(self) -> StepPredictor | None:
+        from kvtune.runtime.step_prediction import StepPredictor
+
+        return None if self.machine is None else StepPredictor(self.machine, self.loaded)
+
     def _finish(self, document: dict[str, Any], show: Any) -> None:
+        if self._predictor is not None:
+            document["hardware"] = self._predictor.describe()
         for note in document["notes"]:
             self.output.note(note)
         self.output.result(document, lambda shown: show(shown, document))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtune.commands.output import Output, bytes_text, cell
+from kvtune.commands.step_time import show_terms
 
 _COLUMNS = ("measure", "live", "predicted", "full attention", "note")
 Rows = list[list[Any]]
@@ -23,6 +24,8 @@ def show_run(output: Output, document: dict[str, Any]) -> None:
         output.line(several if windowed > 1 else "1 sliding layer stays dense in its window")
     rows = [*_quality(document), *_hits(document), *_scores(document), *_times(document), *_memory(document)]
     output.table(_COLUMNS, rows)
+    if "hardware" in document:
+        _show_step(output, document)
     if len(document["per_turn"]) > 1:
         columns = ["turn", "KL", "ΔNLL", "interval", "top-1", "score", "full attention's"]
         output.table(columns, [_turn(row) for row in document["per_turn"]], title="Turn by turn")
@@ -31,11 +34,36 @@ def show_run(output: Output, document: dict[str, Any]) -> None:
 def show_sweep(output: Output, document: dict[str, Any]) -> None:
     """A row a setting; where the curves are."""
     output.line(f"{document['policy']} on the {document['engine']} engine, over {document['parameter']}")
-    columns = [document["parameter"], "KL", "ΔNLL", "top-1", "page hits", "predicted", "step", "GPU bytes"]
+    columns = [document["parameter"], "KL", "ΔNLL", "top-1", "page hits", "predicted", "step", "predicted ms",
+               "GPU bytes"]  # fmt: skip
     output.table(columns, [_setting(row) for row in document["rows"]])
+    if "hardware" in document:
+        output.line(f"Predicted steps: {_machine(document['hardware'])}.")
     if document["interrupted"]:
         output.line("Interrupted: the last setting may have fewer answers.")
     output.line(f"Curves: {document['files']['page']}")
+
+
+def _show_step(output: Output, document: dict[str, Any]) -> None:
+    """The decode step measured, and predicted term by term."""
+    measured, predicted = document["step_ms"]["p50"], document["predicted_step_ms"]
+    if predicted is None:
+        return
+    output.line(
+        f"decode step, median {cell(measured)} ms, predicted {cell(predicted)} ms on "
+        f"{_machine(document['hardware'])}"
+    )
+    step = {"total_ms": predicted, "terms": document["predicted_terms_ms"]}
+    title = f"predicted terms on {document['hardware']['name']}"
+    show_terms(output, {**step, "hidden_ms": document["predicted_hidden_ms"]}, title)
+
+
+def _machine(hardware: dict[str, Any]) -> str:
+    """Its name; what was measured on, where that is another."""
+    name = f"{hardware['name']} ({hardware['source']['kind']})"
+    if hardware["same_machine"]:
+        return name
+    return f"{name}, which is not the machine measured on ({hardware['measured_on']})"
 
 
 def _quality(document: dict[str, Any]) -> Rows:
@@ -93,8 +121,8 @@ def _times(document: dict[str, Any]) -> Rows:
     stages = ", ".join(f"{name} {cell(value)}" for name, value in document["stages_ms"].items())
     share = document["index_build_ms"] / document["prefill_ms"] if document["prefill_ms"] else None
     return [
-        ["step, median ms", step["p50"], document["predicted_step_ms"], full["p50"], stages],
-        ["step, 95th percentile ms", step["p95"], None, full["p95"], ""],
+        ["decode step, median ms", step["p50"], document["predicted_step_ms"], full["p50"], stages],
+        ["decode step, 95th percentile ms", step["p95"], None, full["p95"], ""],
         ["tokens per second", document["tokens_per_second"], None, document["full_tokens_per_second"],
          "the torch engine is not built for speed" if document["engine"] == "torch" else ""],
         ["prefill, ms", document["prefill_ms"], None, document["prefill_ms"], "dense, per context"],
@@ -138,6 +166,7 @@ def _setting(row: dict[str, Any]) -> list[Any]:
         row["hit_ratio"]["page"],
         row["forecast"]["page"],
         f"{cell(row['step_ms']['p50'])} ms",
+        row["predicted_step_ms"],
         None if gpu is None else bytes_text(gpu["total"]),
     ]
 

@@ -102,17 +102,23 @@ def show_prediction(output: Output, document: Mapping[str, Any]) -> None:
         ],
         title="one decode step by cache budget",
     )
-    step = largest["step"]
+    show_terms(output, largest["step"], f"terms at a budget of {largest['budget']:.3g}")
+    output.line(_closing(document, largest))
+
+
+def show_terms(output: Output, step: Mapping[str, Any], title: str) -> None:
+    """The terms of a step that occur: ``total_ms, terms{…}, hidden_ms`` and, if known, ``bytes{…}``."""
+    moved = step.get("bytes")
     rows = [
-        [label, _ms(step["terms"][term]), _bytes(step["bytes"][term])]
+        [label, _ms(step["terms"][term]), *([] if moved is None else [_bytes(moved[term])])]
         for term, label in LABELS.items()
         if step["terms"][term]
     ]
+    blank = [] if moved is None else [""]
     if step["hidden_ms"]:
-        rows.append(["side by side with another term", f"-{_ms(step['hidden_ms'])}", ""])
-    rows.append(["step", _ms(step["total_ms"]), ""])
-    output.table(["term", "ms", "bytes"], rows, title=f"terms at a budget of {largest['budget']:.3g}")
-    output.line(_closing(document, largest))
+        rows.append(["side by side with another term", f"-{_ms(step['hidden_ms'])}", *blank])
+    rows.append(["step", _ms(step["total_ms"]), *blank])
+    output.table(["term", "ms", *([] if moved is None else ["bytes"])], rows, title=title)
 
 
 def _header(document: Mapping[str, Any]) -> str:

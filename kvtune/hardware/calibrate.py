@@ -82,12 +82,14 @@ def calibrate(
             measures = _measures(place, chosen, probes, settings, Path(folder), listener)
             return _measure(place, name, measures, estimation, progress or silent)
         except torch.OutOfMemoryError:
-            raise RunError(f"{_title(place)} has no room for the measurements", "free its memory") from None
+            raise RunError(
+                f"{device_title(place)} has no room for the measurements", "free its memory"
+            ) from None
 
 
 def default_name(device: str = "auto") -> str:
     """What :func:`calibrate` calls a machine: its device's title in small letters and hyphens."""
-    return _slug(_title(choose_device(device)))
+    return _slug(device_title(choose_device(device)))
 
 
 def _measures(
@@ -143,7 +145,7 @@ def _described(
     place: torch.device, name: str | None, estimation: str | None, found: dict[str, Any]
 ) -> Hardware:
     node = found["graph nodes"]
-    title = _title(place)
+    title = device_title(place)
     fitted, worst = found["sparse steps"]
     note = f"Sparse steps: the fit's largest error of a whole step is {worst:.1%}." if fitted else None
     return Hardware(
@@ -216,7 +218,8 @@ def _release(place: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def _title(place: torch.device) -> str:
+def device_title(place: torch.device) -> str:
+    """What a description of ``place`` calls it: the GPU's name, or the processor's."""
     if place.type == "cuda":
         return torch.cuda.get_device_name(place)
     return f"{_processor()} (host memory)"

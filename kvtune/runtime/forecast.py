@@ -13,6 +13,7 @@ from kvtune.caching import AccessLog
 from kvtune.caching.access_log import join_accesses, unit_accesses
 from kvtune.policies.full import Full
 from kvtune.runtime.engine import Engine
+from kvtune.runtime.layer_reads import LayerReads
 
 STEPS_AT_ONCE = 32
 
@@ -64,12 +65,17 @@ def sparse_layers(engine: Engine) -> list[int]:
 
 
 def forecast_log(
-    engine: Engine, recorded: dict[int, RecordedSteps], unit: tuple[int, int], context_tokens: int
+    engine: Engine,
+    recorded: dict[int, RecordedSteps],
+    unit: tuple[int, int],
+    context_tokens: int,
+    reads: dict[int, LayerReads] | None = None,
 ) -> AccessLog:
     """The accesses of the plan on ``recorded`` steps, all steps of a layer at once.
 
     ``engine`` holds the index as it was before the recorded tokens, which are appended to copies of it; the
-    base of cache fractions is ``context_tokens``. ``unit`` is (sample, timeline).
+    base of cache fractions is ``context_tokens``. ``unit`` is (sample, timeline). What the steps of a layer
+    read is added to ``reads``, if given.
     """
     geometry = engine.loaded.geometry
     log = AccessLog(geometry.layer(0).page_bytes)
@@ -83,6 +89,10 @@ def forecast_log(
                 policy.select(index, some, where)
                 for some, where in zip(queries.split(STEPS_AT_ONCE), steps.positions.split(STEPS_AT_ONCE))
             ]
+            if reads is not None:
+                counted = reads.setdefault(layer, LayerReads())
+                for selection in chosen:
+                    counted.add(selection, geometry.layer(layer))
             for head in range(steps.keys.shape[0]):
                 parts = [unit_accesses(selection, head, context_tokens) for selection in chosen]
                 log.units[*unit, layer, head] = join_accesses(parts, context_tokens)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtune.caching import check_budgets
 from kvtune.errors import InputError
@@ -25,10 +25,16 @@ from kvtune.runtime.report import live_document
 from kvtune.runtime.scoring import Scorer
 from kvtune.workloads import Request, Sample, Workload
 
+if TYPE_CHECKING:
+    from kvtune.hardware import StepCost
+
 DEFAULT_STEPS = 32
 
-Predict = Callable[[LiveRun, Plan], float | None]
-"""A cost model: the milliseconds that it predicts for a decode step of a run; ``None`` if it cannot."""
+Predict = Callable[[LiveRun, Plan], "StepCost"]
+"""A cost model of a run's decode step, like ``runtime.step_prediction.StepPredictor``.
+
+``InputError`` says why it cannot tell; that becomes a note.
+"""
 
 
 def live(
@@ -69,7 +75,8 @@ def live(
     the same tokens (forced) or of its own answers (free), beside that run's ``live`` ratios. ``prefill_ms``
     and ``index_build_ms`` are per sample, ``stages_ms`` per step. ``gpu_bytes`` and ``host_bytes`` are of the
     longest sequence; ``bytes_are`` ``counted`` where the engine moves nothing. ``predicted_step_ms`` is what
-    ``predict`` says. A run that is interrupted (Ctrl-C) after an answer returns what it has, with
+    ``predict`` says, ``predicted_terms_ms`` its parts: together ``predicted_hidden_ms`` more, as some of them
+    pass side by side. A run that is interrupted (Ctrl-C) after an answer returns what it has, with
     ``interrupted`` true.
 
     Raises ``InputError`` for a cache fraction outside (0, 1], a policy that evicts, an unknown engine, no
@@ -97,7 +104,7 @@ def live(
     if record is not None:
         record.finish()
     run.engine = {"engine": opened.name, "offload": opened.offload, "notes": list(opened.notes)}
-    return live_document(run, chosen, loaded.geometry, seed, predict(run, chosen) if predict else None)
+    return live_document(run, chosen, loaded.geometry, seed, _predicted(predict, run, chosen))
 
 
 @dataclass
@@ -146,9 +153,10 @@ class _Runner:
         ready = engine.mark()
         for caches, stretches in ((run.forced, full.forced), (run.free, full.free)):
             for recorded in stretches:
-                caches.add_forecast(forecast_log(engine, recorded, unit, self._context))
+                reads = run.reads if caches is run.forced else None
+                caches.add_forecast(forecast_log(engine, recorded, unit, self._context, reads))
         for comparison in forced_pass(engine, request, full.answers, segment):
-            run.answers.append(comparison)
+            run.add_answer(comparison, engine.length)
         run.forced.add(engine, unit)
         run.hold(engine.held_bytes())
         run.requests += 1
@@ -198,6 +206,17 @@ class _Full:
     forced: list[dict[int, RecordedSteps]] = field(default_factory=list)
     free: list[dict[int, RecordedSteps]] = field(default_factory=list)
     free_answers: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def _predicted(predict: Predict | None, run: LiveRun, plan: Plan) -> StepCost | None:
+    """What the cost model says; ``None``, with a note, where it cannot tell."""
+    if predict is None:
+        return None
+    try:
+        return predict(run, plan)
+    except InputError as error:
+        run.engine["notes"].append(f"the step's time is not predicted: {error.message}")
+        return None
 
 
 def _segment(trace: SampleTrace | None, request: int) -> Segment:

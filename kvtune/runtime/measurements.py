@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from kvtune.caching import AccessLog, Tally, simulate
-from kvtune.caching.tally import COLD
+from kvtune.caching import AccessLog, Tally, UnitAccesses, simulate
+from kvtune.caching.tally import COLD, count_accesses, count_whole_hits
 from kvtune.runtime.comparison import AnswerComparison
 from kvtune.runtime.engine import Engine, HeldBytes, Timings
+from kvtune.runtime.layer_reads import LayerReads
 
 UNITS = ("page", "request", "token")
 
@@ -22,6 +23,7 @@ class CachePass:
     counters     hits and accesses by unit of counting, as the live caches counted them
     replayed     the simulator's, fed with the live run's own access log
     forecast     the simulator's, on what the plan would have asked under full attention
+    layers       the live caches', by layer, over all kv heads and ``steps`` decode steps
     equal        whether the replay agreed on every single access
     truncations  blocks dropped because the execution buffer was full
     """
@@ -30,6 +32,8 @@ class CachePass:
     counters: dict[str, list[int]] = field(default_factory=lambda: {name: [0, 0] for name in UNITS})
     replayed: Tally = field(default_factory=lambda: Tally.empty(1))
     forecast: Tally = field(default_factory=lambda: Tally.empty(1))
+    layers: dict[int, Tally] = field(default_factory=dict)
+    steps: int = 0
     equal: bool = True
     truncations: int = 0
 
@@ -49,6 +53,9 @@ class CachePass:
             assert pages is not None
             first = np.cumsum(accesses.pages) - accesses.pages
             self.equal = self.equal and pages[first].tolist() == masks[one]
+            layer = one[2]
+            self.layers[layer] = self.layers.get(layer, Tally.empty(1)) + _tally(accesses, masks[one])
+        self.steps += max(accesses.steps for _, accesses in log)
 
     def add_forecast(self, log: AccessLog) -> None:
         """Simulate a forecast's accesses."""
@@ -63,6 +70,12 @@ class CachePass:
     def live(self) -> dict[str, float | None]:
         """Hit ratios as the live caches counted them; ``None`` without accesses."""
         return {name: hits / asked if asked else None for name, (hits, asked) in self.counters.items()}
+
+
+def _tally(accesses: UnitAccesses, hits: list[bool]) -> Tally:
+    """What a live cache answered, block by block."""
+    mask = np.array(hits, np.bool_)
+    return Tally(count_whole_hits(accesses, mask)[None], count_accesses(accesses))
 
 
 @dataclass(frozen=True)
@@ -90,7 +103,8 @@ class LiveRun:
     """What has been measured so far.
 
     ``prefill`` and ``index_build``: seconds of each sample's dense prefill before its index, and of the
-    index. ``held`` is of the longest sequence. ``interrupted``: the user stopped the run.
+    index. ``reads``: by layer, on the forced tokens (empty without a forecast). ``held`` is of the longest
+    sequence. ``interrupted``: the user stopped the run.
     """
 
     forced: CachePass
@@ -98,12 +112,26 @@ class LiveRun:
     answers: list[AnswerComparison] = field(default_factory=list)
     free_answers: list[FreeAnswer] = field(default_factory=list)
     requests: int = 0
+    reads: dict[int, LayerReads] = field(default_factory=dict)
     prefill: list[float] = field(default_factory=list)
     index_build: list[float] = field(default_factory=list)
     held: HeldBytes | None = None
     timings: Timings = field(default_factory=Timings)
     engine: dict[str, Any] = field(default_factory=dict)
     interrupted: bool = False
+
+    _visible: float = 0.0
+
+    def add_answer(self, answer: AnswerComparison, length: int) -> None:
+        """A forced answer, at whose end the sequence has ``length`` tokens."""
+        steps = len(answer.kl)
+        self.answers.append(answer)
+        self._visible += steps * (length - (steps - 1) / 2)
+
+    @property
+    def visible_tokens(self) -> float:
+        """Tokens that a forced decode step sees, its own included: the mean over all."""
+        return self._visible / sum(len(answer.kl) for answer in self.answers)
 
     def hold(self, held: HeldBytes) -> None:
         """Keep the bytes of the longest sequence."""

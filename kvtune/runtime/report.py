@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,9 +17,12 @@ from kvtune.runtime.comparison import AnswerComparison
 from kvtune.runtime.measurements import CachePass, FreeAnswer, LiveRun
 from kvtune.runtime.scoring import score_of, task_scores
 
+if TYPE_CHECKING:
+    from kvtune.hardware import StepCost
+
 
 def live_document(
-    run: LiveRun, plan: Plan, geometry: ModelGeometry, seed: int, predicted_step_ms: float | None
+    run: LiveRun, plan: Plan, geometry: ModelGeometry, seed: int, predicted: StepCost | None
 ) -> dict[str, Any]:
     """The JSON document of ``kvtune live`` (see :func:`kvtune.live` for its keys)."""
     hits = run.forced.live()
@@ -50,7 +53,7 @@ def live_document(
         "index_build_ms": _mean_ms(run.index_build),
         "step_ms": _quantiles_ms(times.steps),
         "full_step_ms": _quantiles_ms(times.full_steps),
-        "predicted_step_ms": predicted_step_ms,
+        **_prediction(predicted),
         "stages_ms": {
             name: 1e3 * seconds / len(times.steps) for name, seconds in times.stages.items() if times.steps
         },
@@ -114,6 +117,18 @@ def _free_forecast(caches: CachePass, answers: Sequence[FreeAnswer]) -> dict[str
         "first_token": {"median": float(np.median(places)), "min": min(places)} if places else None,
     }
     return {**_forecast(caches), "drift": drift}
+
+
+def _prediction(cost: StepCost | None) -> dict[str, Any]:
+    """Step and terms as the cost model says; the terms sum up to the step and what is hidden."""
+    if cost is None:
+        return {"predicted_step_ms": None, "predicted_terms_ms": None, "predicted_hidden_ms": None}
+    terms = {name: 1e3 * term.seconds for name, term in cost.terms.items()}
+    return {
+        "predicted_step_ms": 1e3 * cost.seconds,
+        "predicted_terms_ms": terms,
+        "predicted_hidden_ms": 1e3 * cost.hidden,
+    }
 
 
 def _bytes(run: LiveRun) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from kvtune.workloads import Sample
 DOCUMENT, PAGE = "sweep.json", "sweep.html"
 BUDGET, CACHE = "budget", "cache"
 _ROW_KEYS = (
-    "kl", "delta_nll", "top1", "hit_ratio", "replay_equal", "step_ms", "full_step_ms", "index_build_ms",
-    "gpu_bytes", "host_bytes", "score", "interrupted",
+    "kl", "delta_nll", "top1", "hit_ratio", "replay_equal", "step_ms", "full_step_ms",
+    "predicted_step_ms", "index_build_ms", "gpu_bytes", "host_bytes", "score", "interrupted",
 )  # fmt: skip
 
 

@@ -19,7 +19,8 @@ from kvtune.runtime.torch_engine import TorchEngine
 
 KEYS = {
     "engine", "offload", "notes", "policy", "params", "dense_layers", "windowed_layers", "cache_fraction",
-    "interrupted", "requests", "answers", "decode_steps", "kl", "delta_nll", "top1", "hit_ratio", "replayed_hit_ratio",
+    "interrupted", "requests", "answers", "decode_steps", "kl", "delta_nll", "top1", "hit_ratio",
+    "replayed_hit_ratio", "predicted_terms_ms", "predicted_hidden_ms",
     "replay_equal", "forecast_hit_ratio", "truncations", "tokens_per_second", "full_tokens_per_second",
     "prefill_ms", "index_build_ms", "step_ms", "full_step_ms", "predicted_step_ms", "stages_ms", "gpu_bytes",
     "host_bytes", "bytes_are", "score", "per_turn",
@@ -44,7 +45,8 @@ def test_document_has_the_stable_keys(document):
     assert set(found["gpu_bytes"]) == {"cache", "index", "buffers", "steady", "total", "full_kv"}
     for name in ("step_ms", "full_step_ms"):
         assert 0 < found[name]["p50"] <= found[name]["p95"]
-    assert found["predicted_step_ms"] is None and found["interrupted"] is False
+    assert found["predicted_step_ms"] is None and found["predicted_terms_ms"] is None
+    assert found["interrupted"] is False
 
 
 def test_replay_equals_the_live_counters(document):

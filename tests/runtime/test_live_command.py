@@ -9,11 +9,15 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
 from kvtune.commands.app import run
 from kvtune.commands.options import parse_sweep
 from kvtune.errors import InputError
+from kvtune.hardware import TERMS, save_hardware
+from kvtune.hardware.calibrate import device_title
+from kvtune.profiles.hardware_presets import load_hardware
 from kvtune.runtime.torch_engine import TorchEngine
 from kvtune.traces import open_trace
 
@@ -93,6 +97,37 @@ def test_json_is_the_document(live):
     assert "--offload cpu has no effect" in ran.err and document["notes"]
 
 
+def test_a_step_is_predicted_on_a_machine(live, tmp_path):
+    ran = live("--hardware", "H200", "--no-free")
+    assert ran.exit_code == 0, ran.err
+    (told,) = [
+        line for line in ran.out.splitlines() if line.startswith("decode step, median ") and "," in line[20:]
+    ]
+    assert " ms on h200 (measured), which is not the machine measured on (" in told
+    assert "predicted terms on h200" in ran.out and "projections and MLP" in ran.out
+    document = json.loads(live("--hardware", "h200", "--no-free", "--json").out)
+    terms, hidden = document["predicted_terms_ms"], document["predicted_hidden_ms"]
+    assert set(terms) == set(TERMS) and document["predicted_step_ms"] == pytest.approx(
+        sum(terms.values()) - hidden
+    )
+    assert document["hardware"]["device"] == "NVIDIA H200" and document["hardware"]["same_machine"] is False
+    ran = live("--hardware", "h200", "--sweep", "budget=24,40", "--out", tmp_path / "s", "--json")
+    rows = json.loads(ran.out)["rows"]
+    assert 0 < rows[0]["predicted_step_ms"] < rows[1]["predicted_step_ms"]
+    ran = live("--hardware", "h200", "--sweep", "budget=24,40", "--out", tmp_path / "t")
+    assert "Predicted steps: h200 (measured), which is not" in ran.out
+
+
+def test_a_machine_of_ones_own(live, cli, tmp_path):
+    """A calibrated file describes this machine: the prediction is for it."""
+    mine = load_hardware("l40s").model_copy(
+        update={"name": "mine", "device": device_title(torch.device("cpu"))}
+    )
+    save_hardware(mine, tmp_path / "mine.yaml")
+    ran = live("--hardware", tmp_path / "mine.yaml", "--no-free")
+    assert " ms on mine (data sheet)\n" in ran.out, ran.err
+
+
 def test_turns_and_scores_are_shown(cli, live, prompts, tmp_path):
     ran = live("--json")
     (score,) = json.loads(ran.out)["score"].values()
@@ -153,6 +188,8 @@ def test_an_interruption_is_130_with_what_is_done(live, monkeypatch):
         (("--decode", 0), "--decode must be at least 1"),
         (("--decode", 400), "longest timeline"),
         (("--cache-fraction", 2), "outside"),
+        (("--hardware", "h201"), "unknown hardware 'h201'"),
+        (("--hardware", "no/such.yaml"), "no/such.yaml"),
     ],
 )
 def test_bad_input_is_one_sentence(live, tmp_path, monkeypatch, arguments, said):

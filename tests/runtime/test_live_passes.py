@@ -10,6 +10,8 @@ import torch
 from runtime_model import CONTEXT, LIVE, SAMPLE, live_plan, loaded_tiny, random_ids, single
 from tiny_models import tiny_loaded, toy_workload
 
+from kvtune.errors import InputError
+from kvtune.hardware import TERMS, LayerCost, StepCost, Term
 from kvtune.policies import get_policy
 from kvtune.runtime import live
 from kvtune.runtime.decoding import free_pass
@@ -188,7 +190,19 @@ def test_a_prediction_stands_beside(loaded):
 
     def predict(run, plan):
         seen.append((run.forced.fraction, len(run.timings.steps), plan.policy.name))
-        return 1.5
+        layer = LayerCost({"attend": Term(1e-3, 0.0, 10.0, "device memory")}, 0.0)
+        return StepCost(1, (layer,), Term(5e-4, 0.0, 1.0, "compute"), Term(0.0, 0.0, 0.0, "launch"))
 
     document = live(loaded, [SAMPLE], live_plan("quest"), decode=2, free=False, predict=predict)
     assert document["predicted_step_ms"] == 1.5 and seen == [(0.05, 10, "quest")]
+    assert set(document["predicted_terms_ms"]) == set(TERMS)
+    assert document["predicted_terms_ms"]["attend"] == 1.0 and document["predicted_hidden_ms"] == 0.0
+
+
+def test_what_cannot_be_predicted_is_a_note(loaded):
+    def predict(run, plan):
+        raise InputError("the machine is unknown")
+
+    document = live(loaded, [SAMPLE], live_plan("quest"), decode=2, free=False, predict=predict)
+    assert document["predicted_step_ms"] is None and document["predicted_terms_ms"] is None
+    assert document["notes"] == ["the step's time is not predicted: the machine is unknown"]
