@@ -31,14 +31,15 @@ from torch import Tensor
 
 from kvtune.caching import AccessLog, Unit
 from kvtune.capturing.hook import Sink
-from kvtune.errors import unknown
+from kvtune.errors import RunError, unknown
 from kvtune.geometry import LayerInfo, ModelGeometry
 from kvtune.models import LoadedModel
 from kvtune.policies.plan import Plan
 
+TORCH, FUSED = "torch", "fused"
 _ENGINES = {
-    "torch": "kvtune.runtime.torch_engine:TorchEngine",
-    "fused": "kvtune.runtime.fused_engine:FusedEngine",
+    TORCH: "kvtune.runtime.torch_engine:TorchEngine",
+    FUSED: "kvtune.runtime.fused_engine:FusedEngine",
 }
 """Name → module:class, each made as ``class(loaded, plan, options)``."""
 AUTO = "auto"
@@ -218,30 +219,51 @@ def engine_names() -> list[str]:
 def open_engine(name: str, loaded: LoadedModel, plan: Plan, options: EngineOptions) -> Engine:
     """The engine called ``name``.
 
-    ``auto`` is ``fused`` on a CUDA device where it serves the plan, else ``torch``, which runs every policy
-    that does not evict on any device. Raises ``InputError`` for an unknown name or what the engine refuses.
+    ``auto`` is ``fused`` on a CUDA device where it serves the plan and its kernels pass a check, else
+    ``torch``, which runs every policy that does not evict on any device. Raises ``InputError`` for an unknown
+    name or what the engine refuses, ``RunError`` where ``fused`` was asked for and its kernels fail.
     """
     if name != AUTO and name not in _ENGINES:
         raise unknown("engine", name, engine_names())
-    note = None
-    if name == AUTO:
-        name, note = _best(loaded, plan)
-    module, _, kind = _ENGINES[name].partition(":")
-    make: Callable[[LoadedModel, Plan, EngineOptions], Engine] = getattr(import_module(module), kind)
-    engine = make(loaded, plan, options)
-    if note is not None:
-        engine.notes.append(note)
+    if name != AUTO:
+        engine = _make(name, loaded, plan, options)
+        if name == FUSED:
+            _require_kernels(loaded, plan, options)
+        return engine
+    reason = None
+    if loaded.device.type == "cuda":
+        reason = _why_not_fused(loaded, plan, options)
+        if reason is None:
+            return _make(FUSED, loaded, plan, options)
+    engine = _make(TORCH, loaded, plan, options)
+    if reason is not None:
+        engine.notes.append(f"the torch engine runs: {reason}")
     return engine
 
 
-def _best(loaded: LoadedModel, plan: Plan) -> tuple[str, str | None]:
-    """The fastest engine that serves ``plan`` here, and why it is not the fused one."""
-    if loaded.device.type != "cuda":
-        return "torch", None
+def _make(name: str, loaded: LoadedModel, plan: Plan, options: EngineOptions) -> Engine:
+    module, _, kind = _ENGINES[name].partition(":")
+    try:
+        make: Callable[[LoadedModel, Plan, EngineOptions], Engine] = getattr(import_module(module), kind)
+    except ImportError as error:
+        raise RunError(f"the {name} engine cannot be loaded ({error})", "use --engine torch") from None
+    return make(loaded, plan, options)
+
+
+def _why_not_fused(loaded: LoadedModel, plan: Plan, options: EngineOptions) -> str | None:
+    """Why the fused engine does not run ``plan`` here; ``None`` if it does."""
     try:
         methods = import_module("kvtune.runtime.fused_methods")
     except ImportError as error:
-        return "torch", f"the fused engine cannot be loaded ({error}); the torch engine runs"
+        return f"the fused engine cannot be loaded ({error})"
     geometry = loaded.geometry
-    reason = methods.plan_refusal(plan, [geometry.layer(number) for number in range(geometry.n_layers)])
-    return ("fused", None) if reason is None else ("torch", f"the torch engine runs: {reason}")
+    layers = [geometry.layer(number) for number in range(geometry.n_layers)]
+    refused: str | None = methods.plan_refusal(plan, layers)
+    return refused or methods.check_kernels(loaded, plan, options.offload)
+
+
+def _require_kernels(loaded: LoadedModel, plan: Plan, options: EngineOptions) -> None:
+    methods = import_module("kvtune.runtime.fused_methods")
+    reason = methods.check_kernels(loaded, plan, options.offload)
+    if reason is not None:
+        raise RunError(f"the fused engine: {reason}", "use --engine torch")
