@@ -19,6 +19,7 @@ from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
 from kvtune.models import LoadedModel, attention_through, cached, sdpa
 from kvtune.policies.plan import Plan
+from kvtune.policies.wave_index import WaveIndex
 from kvtune.runtime.block_cache import BlockCache, Counters
 from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, full_kv_bytes
 from kvtune.runtime.full_speed import time_full_steps
@@ -55,9 +56,16 @@ class FusedEngine:
         reason = plan_refusal(plan, [geometry.layer(number) for number in range(geometry.n_layers)])
         if reason is not None:
             raise InputError(f"the fused engine: {reason}", "use --engine torch")
-        self.loaded, self.plan, self.offload = loaded, plan, options.offload
+        self.loaded, self.plan = loaded, plan
         self.timings = Timings()
         self.notes: list[str] = []
+        self.offload = options.offload
+        if self.offload != "none" and not isinstance(plan.policy, WaveIndex):
+            self.offload = "none"
+            self.notes.append(
+                f"the fused engine moves keys and values of the wave index only: --offload {options.offload} "
+                "has no effect"
+            )
         self._options = options
         self._attached: AbstractContextManager[None] | None = None
         self._full = False

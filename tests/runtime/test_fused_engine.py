@@ -79,6 +79,12 @@ def test_the_fused_engine_does_what_the_generic_one_does(loaded, offload):
     assert (fused.held_bytes().host > 0) == (offload == "cpu") or not fused.built
 
 
+def test_offload_without_effect_is_said(loaded):
+    engine = open_engine("fused", loaded, live_plan("quest"), EngineOptions(0.1, 1300, "cpu"))
+    assert engine.offload == "none" and "--offload cpu has no effect" in engine.notes[0]
+    assert not open_engine("fused", loaded, WAVE, EngineOptions(0.1, 1300, "cpu")).notes
+
+
 @pytest.mark.parametrize("case", ["streaming", "full"])
 def test_ranges_of_tokens(loaded, case):
     plan = live_plan(case)
