@@ -259,11 +259,18 @@ def _why_not_fused(loaded: LoadedModel, plan: Plan, options: EngineOptions) -> s
     geometry = loaded.geometry
     layers = [geometry.layer(number) for number in range(geometry.n_layers)]
     refused: str | None = methods.plan_refusal(plan, layers)
-    return refused or methods.check_kernels(loaded, plan, options.offload)
+    return refused or _failure(loaded, plan, options)
 
 
 def _require_kernels(loaded: LoadedModel, plan: Plan, options: EngineOptions) -> None:
-    methods = import_module("kvtune.runtime.fused_methods")
-    reason = methods.check_kernels(loaded, plan, options.offload)
+    reason = _failure(loaded, plan, options)
     if reason is not None:
         raise RunError(f"the fused engine: {reason}", "use --engine torch")
+
+
+def _failure(loaded: LoadedModel, plan: Plan, options: EngineOptions) -> str | None:
+    """What a small step by the kernels says against them."""
+    reason: str | None = import_module("kvtune.runtime.kernel_check").check_kernels(
+        loaded, plan, options.offload
+    )
+    return reason

@@ -153,7 +153,9 @@ class FusedDecoder:
     ) -> tuple[Tensor, Any]:
         """The model's attention: query [B, Hq, 1, d], key [B, H, 1, d], value → output [B, 1, Hq, dv]."""
         number = int(module.layer_idx)  # type: ignore[arg-type]
-        output = self._attend(number, query[:, :, 0], key[:, :, 0], value[:, :, 0])
+        # The kernels take rows of consecutive items; a model that projects all three at once has others.
+        rows = (part[:, :, 0].contiguous() for part in (query, key, value))
+        output = self._attend(number, *rows)
         return output[:, None].to(query.dtype), None
 
     def accesses(self, layer: int, unit: int, context: int) -> UnitAccesses:

@@ -19,12 +19,11 @@ from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
 from kvtune.models import LoadedModel, attention_through, cached, sdpa
 from kvtune.policies.plan import Plan
-from kvtune.policies.wave_index import WaveIndex
 from kvtune.runtime.block_cache import BlockCache, Counters
 from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, full_kv_bytes
 from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder, access_log, layer_window
-from kvtune.runtime.fused_methods import plan_refusal
+from kvtune.runtime.fused_methods import offloads, plan_refusal
 from kvtune.runtime.fused_offload import FusedWaveOffload
 from kvtune.runtime.room import check_layers, free_bytes, free_host_bytes
 
@@ -53,18 +52,19 @@ class FusedEngine:
 
     def __init__(self, loaded: LoadedModel, plan: Plan, options: EngineOptions) -> None:
         geometry = loaded.geometry
-        reason = plan_refusal(plan, [geometry.layer(number) for number in range(geometry.n_layers)])
+        layers = [geometry.layer(number) for number in range(geometry.n_layers)]
+        reason = plan_refusal(plan, layers)
         if reason is not None:
             raise InputError(f"the fused engine: {reason}", "use --engine torch")
         self.loaded, self.plan = loaded, plan
         self.timings = Timings()
         self.notes: list[str] = []
         self.offload = options.offload
-        if self.offload != "none" and not isinstance(plan.policy, WaveIndex):
+        if self.offload != "none" and not offloads(plan, layers):
             self.offload = "none"
             self.notes.append(
-                f"the fused engine moves keys and values of the wave index only: --offload {options.offload} "
-                "has no effect"
+                f"the fused engine moves no keys and values of {plan.policy.name}: --offload "
+                f"{options.offload} has no effect"
             )
         self._options = options
         self._attached: AbstractContextManager[None] | None = None

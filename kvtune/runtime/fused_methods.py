@@ -1,32 +1,64 @@
-"""Which methods the fused engine serves, by which layer, and whether that runs here. A new one is one row."""
+"""Which methods the fused engine serves, and by which layer. A new one is one row."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvtune.attention import sparse_attention
 from kvtune.errors import InputError
 from kvtune.geometry import LayerInfo
-from kvtune.models import LoadedModel
 from kvtune.policies.base import Policy
-from kvtune.policies.ctkvr import CTkvr
-from kvtune.policies.full import Full
 from kvtune.policies.plan import Plan
-from kvtune.policies.quest import Quest
-from kvtune.policies.sliding_window import SlidingWindow
-from kvtune.policies.streaming import Streaming
-from kvtune.policies.wave_index import WaveIndex
 from kvtune.runtime import fused_ctkvr, fused_quest, fused_wave
-from kvtune.runtime.fused_layer import FusedLayer, LayerStore, RangeLayer
+from kvtune.runtime.fused_ctkvr import FusedCTkvr
+from kvtune.runtime.fused_layer import FusedLayer, RangeLayer
 from kvtune.runtime.fused_offload import FusedWaveOffload
-from kvtune.runtime.fused_wave import SEGMENT, FusedWave, room
+from kvtune.runtime.fused_quest import FusedQuest
+from kvtune.runtime.fused_wave import FusedWave
 
 LARGEST_GROUP = 16
 """Query heads of a kv head that a tile holds."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a policy decodes by kernels.
+
+    make        ``(policy, info, new_tokens) -> layer``
+    serves      ``(policy, info) -> bool``: whether these parameters and this layer are modelled
+    unserved    why not, where they are not
+    offloaded   the layer that keeps its blocks in host memory, made with the cache fraction as well;
+                ``None``: keys and values stay on the device
+    """
+
+    make: Callable[[Any, LayerInfo, int], FusedLayer]
+    serves: Callable[[Any, LayerInfo], bool] = lambda policy, info: True
+    unserved: str = ""
+    offloaded: Callable[[Any, LayerInfo, int, float], FusedLayer] | None = None
+
+
+METHODS: dict[str, Method] = {
+    "full": Method(lambda policy, info, new: RangeLayer(info, 0, info.window)),
+    "sliding_window": Method(lambda policy, info, new: RangeLayer(info, 0, policy.window)),
+    "streaming": Method(lambda policy, info, new: RangeLayer(info, policy.sink, policy.recent)),
+    "wave_index": Method(
+        lambda policy, info, new: FusedWave(info, policy, new),
+        fused_wave.serves,
+        "pinned spans, refresh and softcaps are not in the wave index's kernels",
+        lambda policy, info, new, fraction: FusedWaveOffload(info, policy, new, fraction),
+    ),
+    "quest": Method(
+        lambda policy, info, new: FusedQuest(info, policy),
+        fused_quest.serves,
+        "Quest's kernels serve no windows",
+    ),
+    "ctkvr": Method(
+        lambda policy, info, new: FusedCTkvr(info, policy),
+        fused_ctkvr.serves,
+        "of CTkvr's options the kernels serve those that change only its build",
+    ),
+}
 
 
 def refusal(policy: Policy, info: LayerInfo) -> str | None:
@@ -35,23 +67,21 @@ def refusal(policy: Policy, info: LayerInfo) -> str | None:
         return f"{info.group} query heads share a kv head, the kernels take {LARGEST_GROUP}"
     if info.alibi is not None or info.sinks is not None:
         return "ALiBi and attention sinks are not in the kernels"
-    if isinstance(policy, Full | SlidingWindow | Streaming):
-        return None
-    if isinstance(policy, WaveIndex):
-        served = fused_wave.serves(policy, info)
-        return None if served else "pinned spans, refresh and softcaps are not in the wave index's kernels"
-    if isinstance(policy, Quest):
-        return None if fused_quest.serves(policy, info) else "Quest's kernels serve no windows"
-    if isinstance(policy, CTkvr):
-        served = fused_ctkvr.serves(policy, info)
-        return None if served else "of CTkvr's options the kernels serve those that change only its build"
-    return f"there are no kernels for policy '{policy.name}'"
+    method = METHODS.get(policy.name)
+    if method is None:
+        return f"there are no kernels for policy '{policy.name}'"
+    return None if method.serves(policy, info) else method.unserved
 
 
 def plan_refusal(plan: Plan, layers: list[LayerInfo]) -> str | None:
     """The first :func:`refusal` of a plan's layers."""
     reasons = (refusal(plan.for_layer(info), info) for info in layers)
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def offloads(plan: Plan, layers: list[LayerInfo]) -> bool:
+    """Whether any layer of the plan can keep its blocks in host memory."""
+    return any(METHODS[plan.for_layer(info).name].offloaded is not None for info in layers)
 
 
 def fused_layer(
@@ -61,114 +91,7 @@ def fused_layer(
     reason = refusal(policy, info)
     if reason is not None:
         raise InputError(f"the fused engine: {reason}", "use --engine torch")
-    if isinstance(policy, WaveIndex):
-        if offload == "cpu":
-            return FusedWaveOffload(info, policy, new_tokens, cache_fraction)
-        return FusedWave(info, policy, new_tokens)
-    if isinstance(policy, Quest):
-        return fused_quest.FusedQuest(info, policy)
-    if isinstance(policy, CTkvr):
-        return fused_ctkvr.FusedCTkvr(info, policy)
-    if isinstance(policy, Streaming):
-        return RangeLayer(info, policy.sink, policy.recent)
-    if isinstance(policy, SlidingWindow):
-        return RangeLayer(info, 0, policy.window)
-    return RangeLayer(info, 0, info.window)
-
-
-def check_kernels(loaded: LoadedModel, plan: Plan, offload: str = "none") -> str | None:
-    """Why the kernels must not decode ``plan`` on the model's device; ``None`` if they may.
-
-    One step of each kind of layer, over a few hundred random tokens in the model's shape and precision, is
-    held loosely to the policy's own selection and attention. Done once in a process for a method and a shape.
-    """
-    geometry = loaded.geometry
-    for number in range(geometry.n_layers):
-        info = geometry.layer(number)
-        policy = plan.for_layer(info)
-        key = (type(policy), replace(info, layer=0), loaded.model.dtype, loaded.device, offload)
-        if key not in _checked:
-            _checked[key] = _check_layer(policy, info, loaded.model.dtype, loaded.device, offload)
-        if (reason := _checked[key]) is not None:
-            return reason
-    return None
-
-
-_checked: dict[Hashable, str | None] = {}
-"""What :func:`check_kernels` has found in this process."""
-_MORE_TOKENS = 300
-"""Tokens of a check beyond the steady zone."""
-_TOPICS = 16
-"""Keys lie about so many centres, a query near one: whichever of its keys are chosen, results agree."""
-_SHARPNESS = 20.0
-"""Logit of a query with the keys of its centre."""
-_LOOSE = 0.05
-"""Relative error of an output that passes."""
-
-
-def _check_layer(
-    policy: Policy, info: LayerInfo, dtype: torch.dtype, device: torch.device, offload: str
-) -> str | None:
-    try:
-        with torch.inference_mode(False), torch.no_grad():
-            tokens = _MORE_TOKENS + getattr(policy, "sink", 0) + getattr(policy, "local", 0)
-            tokens += SEGMENT if isinstance(policy, WaveIndex) else 0
-            error = _step_error(policy, info, _Prompt.random(policy, info, tokens, dtype, device), offload)
-    except Exception as failure:  # whatever a compiler, a driver or a launch may raise
-        lines = str(getattr(failure, "error_message", None) or failure).strip().splitlines()
-        said = f"{type(failure).__name__}: {lines[0]}" if lines else type(failure).__name__
-        return f"the kernels for {policy.name} fail here ({said})"
-    if error < _LOOSE:
-        return None
-    return f"the kernels for {policy.name} do not compute here what they should (off by {error:.1%})"
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """keys [H, n + 1, d], values [H, n + 1, dv] and prompt queries [H, G, W, d]; a query [H, G, d] at n."""
-
-    keys: Tensor
-    values: Tensor
-    seen: Tensor
-    query: Tensor
-
-    @classmethod
-    def random(
-        cls, policy: Policy, info: LayerInfo, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> _Prompt:
-        generator = torch.Generator().manual_seed(0)
-        heads, dim, window = info.n_kv_heads, info.head_dim, min(policy.prompt_window, tokens)
-
-        def new(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator)
-
-        centres, meanings = new(heads, _TOPICS, dim), new(heads, _TOPICS, info.value_dim)
-        topics = torch.randint(_TOPICS, (tokens + 1,), generator=generator)
-        keys = centres[:, topics] + 0.1 * new(heads, tokens + 1, dim)
-        values = meanings[:, topics] + 0.03 * new(heads, tokens + 1, info.value_dim)
-        wanted = torch.cat([topics[tokens - window : tokens], topics[:1]])
-        near = centres[:, None, wanted] + 0.1 * new(heads, info.group, window + 1, dim)
-        queries = near * (_SHARPNESS / (dim * info.scaling))
-        keys, values, queries = (part.to(device, dtype) for part in (keys, values, queries))
-        return cls(keys, values, queries[:, :, :-1], queries[:, :, -1])
-
-
-def _step_error(policy: Policy, info: LayerInfo, prompt: _Prompt, offload: str) -> float:
-    """The largest relative error of a query head's output in one decode step, fused against the policy's."""
-    keys, values, tokens = prompt.keys, prompt.values, prompt.keys.shape[1] - 1
-    store = LayerStore.empty(info, 1, room(tokens + 1, 1), keys.dtype, keys.device)
-    store.put(0, 0, keys[:, :tokens], values[:, :tokens])
-    store.lengths = [tokens]
-    layer = fused_layer(policy, info, 1, offload, cache_fraction=0.5)
-    layer.start(store, [prompt.seen] if policy.prompt_window else None)
-    layer.log = layer.new_log(torch.zeros(1, dtype=torch.int64, device=keys.device), 1)
-    new_key, new_value = (part[None, :, tokens].contiguous() for part in (keys, values))
-    found = layer.attend(prompt.query.flatten(0, 1)[None].contiguous(), new_key, new_value)
-    layer.join()
-    at = torch.tensor([tokens], device=keys.device)
-    index = policy.build(keys[:, :tokens], values[:, :tokens], prompt.seen, info)
-    policy.append(index, keys[:, tokens:], values[:, tokens:], at)
-    selection = policy.select(index, prompt.query[None], at)
-    wanted, _ = sparse_attention(prompt.query[None], at, keys, values, selection, info)
-    wanted = wanted.flatten(1, 2).float()
-    return float(((found.float() - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max())
+    method = METHODS[policy.name]
+    if offload == "cpu" and method.offloaded is not None:
+        return method.offloaded(policy, info, new_tokens, cache_fraction)
+    return method.make(policy, info, new_tokens)

@@ -12,9 +12,9 @@ from kvtune.kernels import attend, choose, query_lists, quest_pages, scan
 from kvtune.models import LoadedModel
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
-from kvtune.runtime import fused_methods
+from kvtune.runtime import kernel_check
 from kvtune.runtime.engine import EngineOptions, open_engine
-from kvtune.runtime.fused_methods import check_kernels
+from kvtune.runtime.kernel_check import check_kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = EngineOptions(0.1, 1300)
@@ -29,7 +29,7 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(autouse=True)
 def nothing_checked_yet(monkeypatch):
-    monkeypatch.setattr(fused_methods, "_checked", {})
+    monkeypatch.setattr(kernel_check, "_checked", {})
 
 
 class Broken:
@@ -57,21 +57,19 @@ class CompilerError(Exception):
     ],
 )
 def test_sound_kernels_agree_with_the_policies(loaded, name, offload, monkeypatch):
-    errors, real = [], fused_methods._step_error
-    monkeypatch.setattr(
-        fused_methods, "_step_error", lambda *given: errors.append(real(*given)) or errors[-1]
-    )
+    errors, real = [], kernel_check._step_error
+    monkeypatch.setattr(kernel_check, "_step_error", lambda *given: errors.append(real(*given)) or errors[-1])
     for plan in (live_plan(name), Plan(get_policy(name), dense_layers=(0,))):
-        fused_methods._checked.clear()
+        kernel_check._checked.clear()
         assert check_kernels(loaded, plan, offload) is None
     # On a GPU k-means need not cluster twice alike.
     assert len(errors) == (4 if name == "full" else 5) and max(errors) < (1e-4 if DEVICE == "cpu" else 0.05)
 
 
 def test_a_shape_is_checked_once(loaded, monkeypatch):
-    checked, real = [], fused_methods._check_layer
+    checked, real = [], kernel_check._check_layer
     monkeypatch.setattr(
-        fused_methods,
+        kernel_check,
         "_check_layer",
         lambda policy, *rest: checked.append(policy.name) or real(policy, *rest),
     )
@@ -124,14 +122,14 @@ def test_wrong_results_are_a_reason(loaded, monkeypatch, wrong):
 def test_auto_falls_back_with_a_note(loaded, monkeypatch):
     monkeypatch.setattr(attend, "_exact_kernel", Broken(RuntimeError("no kernel image")))
     reason = check_kernels(loaded, live_plan("wave_index"))
-    monkeypatch.setattr(fused_methods, "check_kernels", lambda *given: reason)
+    monkeypatch.setattr(kernel_check, "check_kernels", lambda *given: reason)
     monkeypatch.setattr(LoadedModel, "device", torch.device("cuda"))
     engine = open_engine("auto", loaded, live_plan("wave_index"), OPTIONS)
     assert engine.name == "torch"
     assert engine.notes == [
         "the torch engine runs: the kernels for wave_index fail here (RuntimeError: no kernel image)"
     ]
-    monkeypatch.setattr(fused_methods, "check_kernels", lambda *given: None)
+    monkeypatch.setattr(kernel_check, "check_kernels", lambda *given: None)
     assert open_engine("auto", loaded, live_plan("wave_index"), OPTIONS).name == "fused"
 
 
