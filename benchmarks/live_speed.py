@@ -90,7 +90,8 @@ def measure(loaded: LoadedModel, title: str, context: int, batch: int) -> list[d
         build, steps, held = decode(loaded, cache, context, batch, offload)
         rows.append(
             {"name": "live_decode_step", "value": steps, "unit": "ms",
-             "peer": "full attention, SDPA, CUDA graph", "peer_value": full, "ratio": full / steps, "offload": offload, "gpu_bytes": held,
+             "peer": "full attention, SDPA, CUDA graph", "peer_value": full, "ratio": full / steps,
+             "offload": offload, "gpu_bytes": held,
              "full_kv_bytes": batch * context * loaded.geometry.kv_bytes_per_token, **shape}
         )  # fmt: skip
         if offload == "none":
