@@ -37,7 +37,7 @@ demo: $(STAMP)
 	$(BIN)/kvtune demo --out demo --overwrite
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
