@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 
+# What a command prints must not follow a width that the test runner sets.
+os.environ.pop("COLUMNS", None)
+
 # Triton kernels run in its interpreter where there is no GPU (read when triton is first imported).
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
