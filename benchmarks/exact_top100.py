@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import record as recording
 import torch
 import triton
 import triton.language as tl
+from gpu_clock import milliseconds
 from torch import Tensor
 
 from kvtune.attention.triton_topk import Tiles, scan, search, top_keys
@@ -149,21 +149,6 @@ def gaussian(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
 
 
-def eager_ms(body: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of one call between device events, after three calls that are not counted."""
-    for _ in range(3):
-        body()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        body()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
 def graph_ms(body: Callable[[], object], inside: int = 10) -> float:
     """Time of one call in a CUDA graph of several, per call: no launch from the host in between."""
     side = torch.cuda.Stream()
@@ -176,7 +161,7 @@ def graph_ms(body: Callable[[], object], inside: int = 10) -> float:
     with torch.cuda.graph(graph):
         for _ in range(inside):
             body()
-    return eager_ms(graph.replay, repeats=15) / inside
+    return milliseconds(graph.replay, repeats=15) / inside
 
 
 @triton.jit
@@ -249,7 +234,7 @@ def step_rows(
 
     steps = len(queries)
     name = "exact_top100" if steps == 1 else f"exact_top100_{steps}_steps"
-    value, eager = graph_ms(ours), eager_ms(ours)
+    value, eager = graph_ms(ours), milliseconds(ours)
     print(f"{name}: {value:.4f} ms, eager {eager:.4f} ms, {value / floor:.2f} x reading K", flush=True)
     if hard:
         hostile(queries, positions)
@@ -258,7 +243,7 @@ def step_rows(
     for peer, body in (("torch bf16 product and topk", rounded), ("torch float32 product and topk", exact)):
         timed = _graph_or_eager(body)
         rows.append(_row(name, value, peer, timed, extra))
-        print(f"  {peer}: {timed:.4f} ms, eager {eager_ms(body, 5):.4f} ms", flush=True)
+        print(f"  {peer}: {timed:.4f} ms, eager {milliseconds(body, 5):.4f} ms", flush=True)
     rows.append(_row(f"{name}_against_floor", value, "reading K", floor, extra))
     return rows
 
@@ -279,7 +264,7 @@ def _graph_or_eager(body: Callable[[], object]) -> float:
         return graph_ms(body, inside=3)
     except RuntimeError:
         torch.cuda.synchronize()
-        return eager_ms(body)
+        return milliseconds(body)
 
 
 def _row(name: str, value: float, peer: str, peer_value: float, extra: dict[str, Any]) -> dict[str, Any]:

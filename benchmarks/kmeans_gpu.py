@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import record as recording
 import torch
+from gpu_clock import milliseconds
 from torch import Tensor
 
 from kvtune.clustering import backends, members, segmented_kmeans, torch_kmeans, triton_kmeans
@@ -136,21 +135,6 @@ def drifting_keys() -> Tensor:
     popular = torch.rand(HEADS, TOKENS, generator=generator, device="cuda").pow(3).mul(300).long()
     own = directions.gather(1, popular[..., None].expand(-1, -1, DIM))
     return (own + torch.randn(HEADS, TOKENS, DIM, generator=generator, device="cuda")).bfloat16()
-
-
-def milliseconds(body: Callable[[], object], repeats: int = 20) -> float:
-    """Median time of one call between device events, after three calls that are not counted."""
-    for _ in range(3):
-        body()
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        body()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def ceilings(keys: Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,39 @@ from kvtune.models import sdpa
 
 Sink = Callable[[int, int, Tensor], None]
 """Receives (layer, position of the first query, queries [t, Hq, d]): a view, to be copied if kept."""
+
+
+class Listener:
+    """Who is shown queries at the moment, and from which position on."""
+
+    def __init__(self) -> None:
+        self._sink: Sink | None = None
+        self._first = 0
+
+    @property
+    def present(self) -> bool:
+        """Whether anyone listens."""
+        return self._sink is not None
+
+    @contextmanager
+    def to(self, sink: Sink, first: int = 0) -> Iterator[None]:
+        """Show queries at positions ≥ ``first`` to ``sink`` for the length of a ``with`` block."""
+        self._sink, self._first = sink, first
+        try:
+            yield
+        finally:
+            self._sink = None
+
+    def show(self, layer: int, queries: Tensor, length: int, heads: Tensor | None = None) -> None:
+        """Pass on the wanted ones of queries [T, Hq, d], the last of which stands at ``length`` - 1.
+
+        ``heads`` chooses query heads (``None``: all).
+        """
+        start = length - len(queries)
+        unwanted = max(0, self._first - start)
+        if self._sink is not None and unwanted < len(queries):
+            shown = queries[unwanted:]
+            self._sink(layer, start + unwanted, shown if heads is None else shown[:, heads.to(shown.device)])
 
 
 class QueryHook:
@@ -29,17 +62,11 @@ class QueryHook:
         self._heads: Tensor | None = None
         if len(kv_heads) < n_kv_heads:
             self._heads = torch.tensor([head * group + g for head in kv_heads for g in range(group)])
-        self._sink: Sink | None = None
-        self._first = 0
+        self._listener = Listener()
 
-    @contextmanager
-    def to(self, sink: Sink, first: int = 0) -> Iterator[None]:
+    def to(self, sink: Sink, first: int = 0) -> AbstractContextManager[None]:
         """Show queries at positions ≥ ``first`` to ``sink`` for the length of a ``with`` block."""
-        self._sink, self._first = sink, first
-        try:
-            yield
-        finally:
-            self._sink = None
+        return self._listener.to(sink, first)
 
     def __call__(
         self,
@@ -52,17 +79,9 @@ class QueryHook:
     ) -> tuple[Tensor, Any]:
         """query [1, Hq, T, d], key [1, H, N, d], value [1, H, N, dv]; the last query stands at N - 1."""
         layer: Any = module.layer_idx
-        if self._sink is not None and layer in self._layers:
-            start = key.shape[2] - query.shape[2]
-            unwanted = max(0, self._first - start)
-            if unwanted < query.shape[2]:
-                shown = query[0, :, unwanted:] if self._heads is None else self._some(query, unwanted)
-                self._sink(layer, start + unwanted, shown.transpose(0, 1))
+        if layer in self._layers:
+            self._listener.show(layer, query[0].transpose(0, 1), key.shape[2], self._heads)
         return sdpa(module, query, key, value, mask, **options)
-
-    def _some(self, query: Tensor, unwanted: int) -> Tensor:
-        assert self._heads is not None
-        return query[0, self._heads.to(query.device), unwanted:]
 
 
 class DecodeQueries:

@@ -39,14 +39,7 @@ def centroid_logits(
     queries [U, G, d], centroids [U, C, d], visible [U] int32; what lies beyond stays as it was. ``stats``
     (:func:`empty_stats`) gets what a softmax over them needs.
     """
-    units, group, dim = queries.shape
-    width = centroids.shape[1]
-    _scan_kernel[(triton.cdiv(width, _TILE * _TILES), units)](
-        queries, centroids, centroids, visible, logits, stats,
-        centroids.stride(0), units, width, dim, group, scaling, softcap or 0.0,
-        DIM=padded(dim), GROUP=ROWS, TILE=_TILE, TILES=_TILES, STAGES=_STAGES,
-        SOFTCAP=softcap is not None, BOUNDS=False, num_warps=_WARPS,
-    )  # fmt: skip
+    _scan(queries, centroids, centroids, visible, logits, stats, scaling, softcap, bounds=False)
 
 
 def page_bounds(
@@ -64,13 +57,27 @@ def page_bounds(
     low, high [U, P, d]: the smallest and largest value of every channel in a page; else as
     :func:`centroid_logits`.
     """
+    _scan(queries, low, high, visible, logits, stats, scaling, softcap, bounds=True)
+
+
+def _scan(
+    queries: Tensor,
+    low: Tensor,
+    high: Tensor,
+    visible: Tensor,
+    logits: Tensor,
+    stats: Tensor,
+    scaling: float,
+    softcap: float | None,
+    bounds: bool,
+) -> None:
     units, group, dim = queries.shape
     width = low.shape[1]
     _scan_kernel[(triton.cdiv(width, _TILE * _TILES), units)](
         queries, low, high, visible, logits, stats,
         low.stride(0), units, width, dim, group, scaling, softcap or 0.0,
         DIM=padded(dim), GROUP=ROWS, TILE=_TILE, TILES=_TILES, STAGES=_STAGES,
-        SOFTCAP=softcap is not None, BOUNDS=True, num_warps=_WARPS,
+        SOFTCAP=softcap is not None, BOUNDS=bounds, num_warps=_WARPS,
     )  # fmt: skip
 
 

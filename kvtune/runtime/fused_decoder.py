@@ -162,7 +162,7 @@ class FusedDecoder:
         """What one unit of a layer asked of its cache since the last rewind."""
         fused = self.layers[layer]
         assert fused.log is not None
-        return fused.log.accesses(unit, self.steps, fused.block_sizes(unit), context)
+        return fused.log.accesses(unit, self.steps, context)
 
     def _attend_layer(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         return self.layers[number].attend(queries, keys, values)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kvtune.attention import group_queries
 from kvtune.caching import AccessLog, Unit, UnitAccesses, capacity_pages
 from kvtune.capturing import loop
-from kvtune.capturing.hook import Sink
+from kvtune.capturing.hook import Listener, Sink
 from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
 from kvtune.models import LoadedModel, attention_through, cached, sdpa
@@ -71,8 +71,7 @@ class FusedEngine:
         self._full = False
         self._stepping: FusedDecoder | None = None
         self._eager: list[float] = []
-        self._sink: Sink | None = None
-        self._first = 0
+        self._listener = Listener()
         self.start()
 
     def __enter__(self) -> Self:
@@ -160,10 +159,10 @@ class FusedEngine:
         assert decoder is not None
         started = self._now()
         with self._through(decoder):
-            if self._sink is None:
-                logits = decoder.step([token])
-            else:
+            if self._listener.present:
                 logits = decoder.step_through(self._showing_layer, [token])
+            else:
+                logits = decoder.step([token])
         self._logits = logits[0].clone()
         self.timings.steps.append(self._now() - started)
         self._passed += 1
@@ -181,13 +180,8 @@ class FusedEngine:
             graphed = time_full_steps(self.loaded, self._session.cache, before, len(eager))
             self.timings.full_steps += graphed or eager
 
-    @contextmanager
-    def showing(self, sink: Sink, first: int = 0) -> Iterator[None]:
-        self._sink, self._first = sink, first
-        try:
-            yield
-        finally:
-            self._sink = None
+    def showing(self, sink: Sink, first: int = 0) -> AbstractContextManager[None]:
+        return self._listener.to(sink, first)
 
     def keys_values(self, layer: int, start: int = 0) -> tuple[Tensor, Tensor]:
         keys, values = self._held(layer, min(start, self._session.length))
@@ -277,22 +271,18 @@ class FusedEngine:
 
     def _see(self, number: int, queries: Tensor, length: int) -> None:
         """Show queries [T, Hq, d] to whoever asked, and keep the prompt's last ones for the policy."""
-        start = length - len(queries)
-        unwanted = max(0, self._first - start)
-        if self._sink is not None and unwanted < len(queries):
-            self._sink(number, start + unwanted, queries[unwanted:])
+        self._listener.show(number, queries, length)
         window = layer_window(self.plan, number, self.loaded)
         if window and self._decoder is None and not self._full:
             heads = self.loaded.geometry.n_kv_heads
             fresh = group_queries(queries[-window:], heads).permute(1, 2, 0, 3)
-            seen = self._queries.get(number) if start else None
+            seen = self._queries.get(number) if length > len(queries) else None
             both = fresh if seen is None else torch.cat([seen, fresh], 2)
             self._queries[number] = both[:, :, -window:].clone()
 
     def _showing_layer(self, number: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         assert self._decoder is not None
-        if self._sink is not None and self._passed >= self._first:
-            self._sink(number, self._passed, queries)
+        self._listener.show(number, queries, self._passed + 1)
         return self._decoder.layers[number].attend(queries, keys, values)
 
     def _prompt_queries(self, number: int) -> Tensor:

@@ -124,10 +124,6 @@ class FusedLayer(ABC):
         """A log of this layer's shape; ``None`` where it asks nothing of a cache."""
         return None
 
-    def block_sizes(self, unit: int) -> Tensor:
-        """Tokens of each block that :attr:`log` names, [C]."""
-        raise NotImplementedError
-
     def gpu_bytes(self) -> dict[str, int]:
         """Bytes on the device by purpose: ``kv``, ``cache``, ``index``, ``buffers``."""
         return {}

@@ -126,7 +126,7 @@ class FusedWaveOffload(FusedWave):
             torch.cuda.current_stream().wait_stream(self.side)
 
     def new_log(self, at: Tensor, steps: int) -> StepLog:
-        return StepLog.empty(at, steps, self.choice.retrieved.shape, cached=True)
+        return StepLog.empty(at, steps, self.choice.retrieved.shape, self.sizes, cached=True)
 
     def gpu_bytes(self) -> dict[str, int]:
         held = super().gpu_bytes()

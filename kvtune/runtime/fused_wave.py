@@ -208,10 +208,7 @@ class FusedWave(FusedLayer):
 
     def new_log(self, at: Tensor, steps: int) -> StepLog:
         """A log of this layer's shape."""
-        return StepLog.empty(at, steps, self.choice.retrieved.shape, cached=False)
-
-    def block_sizes(self, unit: int) -> Tensor:
-        return self.sizes[unit]
+        return StepLog.empty(at, steps, self.choice.retrieved.shape, self.sizes)
 
     def gpu_bytes(self) -> dict[str, int]:
         index = nbytes(self.centroids, self.value_sums, self.sizes, self.offsets)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvtune.capturing.hook import Sink
+from kvtune.capturing.hook import Listener, Sink
 from kvtune.errors import InputError
 from kvtune.models.adapters import attention_through, sdpa
 from kvtune.runtime.sequence import Sequence
@@ -25,17 +24,11 @@ class SparseAttention:
     def __init__(self, sequence: Sequence) -> None:
         self.sequence = sequence
         self.full = False
-        self._sink: Sink | None = None
-        self._first = 0
+        self._listener = Listener()
 
-    @contextmanager
-    def showing(self, sink: Sink, first: int = 0) -> Iterator[None]:
+    def showing(self, sink: Sink, first: int = 0) -> AbstractContextManager[None]:
         """Show queries at positions ≥ ``first`` to ``sink`` for the length of a ``with`` block."""
-        self._sink, self._first = sink, first
-        try:
-            yield
-        finally:
-            self._sink = None
+        return self._listener.to(sink, first)
 
     def __call__(
         self,
@@ -50,8 +43,7 @@ class SparseAttention:
         if query.shape[0] != 1:
             raise InputError("sparse decoding serves one sequence at a time", "use a batch of 1")
         number = int(module.layer_idx)  # type: ignore[arg-type]
-        if self._sink is not None:
-            self._show(self._sink, number, query, key.shape[2])
+        self._listener.show(number, query[0].transpose(0, 1), key.shape[2])
         if not self.full:
             # What a policy keeps outlives this call and is updated in place: no inference tensors.
             with torch.inference_mode(False), torch.no_grad():
@@ -59,12 +51,6 @@ class SparseAttention:
             if output is not None:
                 return output.to(query.dtype)[None, None], None
         return sdpa(module, query, key, value, attention_mask, **kwargs)
-
-    def _show(self, sink: Sink, number: int, query: Tensor, length: int) -> None:
-        start = length - query.shape[2]
-        unwanted = max(0, self._first - start)
-        if unwanted < query.shape[2]:
-            sink(number, start + unwanted, query[0, :, unwanted:].transpose(0, 1))
 
     def _take_part(self, number: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """The sparse output [Hq, dv] of a decode step; ``None`` where attention stays dense."""

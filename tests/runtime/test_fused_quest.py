@@ -76,7 +76,7 @@ def test_the_log_names_the_pages_in_rank_order():
     for _ in range(2):
         pair.step()
         at += 1
-    noted = pair.layer.log.accesses(0, 2, pair.layer.block_sizes(0), 40)
+    noted = pair.layer.log.accesses(0, 2, 40)
     assert noted.blocks.tolist() == [page for blocks in pair.blocks for page in blocks[0]]
     assert noted.offsets.tolist() == [0, 3, 6]
     assert noted.tokens.tolist() == [4] * 6 and noted.truncated.tolist() == [0, 0]

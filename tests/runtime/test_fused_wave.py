@@ -143,7 +143,7 @@ def test_the_page_cache_does_what_the_simulator_does():
             accesses[head].append(unit_accesses(reference.selection, head, 1300))
     log = AccessLog(LAYER.page_bytes)
     for head in range(2):
-        got = layer.log.accesses(head, 6, layer.sizes[head], 1300)
+        got = layer.log.accesses(head, 6, 1300)
         assert got.blocks.tolist() == [b for part in accesses[head] for b in part.blocks]
         assert got.pages.tolist() == [b for part in accesses[head] for b in part.pages]
         log.units[0, 0, 0, head] = got
