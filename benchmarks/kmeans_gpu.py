@@ -23,7 +23,7 @@ from gpu_clock import milliseconds
 from torch import Tensor
 
 from kvtune.clustering import backends, members, segmented_kmeans, torch_kmeans, triton_kmeans
-from kvtune.clustering.triton_kmeans import Problems, Tiles
+from kvtune.clustering.triton_kmeans import NarrowKeys, Problems, Tiles, WideKeys
 
 HEADS, TOKENS, DIM, SEGMENTS, CENTROIDS, ITERATIONS = 8, 131072, 128, 16, 8192, 10
 LOCAL_FLOP = 2.0 * HEADS * TOKENS * (CENTROIDS // SEGMENTS) * DIM
@@ -154,35 +154,41 @@ def ceilings(keys: Tensor) -> None:
 
 
 def sweep(keys: Tensor) -> None:
-    """Launch shapes of the assignment, within segments and over all centroids."""
+    """Launch shapes of the assignment at 16 and 8 bits, within segments and over all centroids."""
     mean = torch.zeros(HEADS, 1, DIM, device="cuda")
     centroids = torch.nn.functional.normalize(keys[:, :: TOKENS // CENTROIDS].float(), dim=-1).bfloat16()
-    centroids = centroids.contiguous()
     local, whole = Problems(keys, mean, CENTROIDS, SEGMENTS), Problems(keys, mean, CENTROIDS, 1)
-    print("assignment, keys x centroids a tile, warps, stages:  local ms TFLOP/s   global ms TFLOP/s")
+    wide, narrow = WideKeys(local, keys, centroids.contiguous()), NarrowKeys(local, keys)
+    narrow.centroids.copy_((centroids.float() * narrow.gain).to(narrow.centroids.dtype))
+    everywhere = WideKeys(whole, keys, wide.centroids)
+    print("assignment, ms TFLOP/s:  local 16 bits   local 8 bits   global 16 bits")
     for tiles in SHAPES:
         label = f"  {tiles.keys:3d} x {tiles.centroids:3d}  {tiles.warps} warps  {tiles.stages} stages"
-        try:
-            a = milliseconds(lambda tiles=tiles: local.assign(centroids, tiles))
-            b = milliseconds(lambda tiles=tiles: whole.assign(centroids, tiles), repeats=5)
-        except Exception as error:  # a shape too large for the chip must not end the sweep
-            print(f"{label}: {type(error).__name__} {str(error)[:80]}")
-            continue
-        print(
-            f"{label}:  {a:.3f} {LOCAL_FLOP / a / 1e9:4.0f}   {b:.3f} {GLOBAL_FLOP / b / 1e9:4.0f}",
-            flush=True,
-        )
-    print("move, rows x warps:  ms")
+        cells = []
+        for operands, flop in ((wide, LOCAL_FLOP), (narrow, LOCAL_FLOP), (everywhere, GLOBAL_FLOP)):
+            try:
+                operands.use(tiles)
+                time = milliseconds(operands.assign, repeats=5 if operands is everywhere else 20)
+                cells.append(f"{time:.3f} {flop / time / 1e9:4.0f}")
+            except Exception as error:  # a shape too large for the chip must not end the sweep
+                cells.append(f"{type(error).__name__} {str(error)[:40]}")
+        print(f"{label}:  {'   '.join(cells)}", flush=True)
+    wide.use(triton_kmeans.WIDE)
     local.sizes.zero_()
-    local.assign(centroids, triton_kmeans.LOCAL)
+    wide.assign()
     sizes = local.sizes.clone()
-    for rows, warps in [(8, 1), (16, 1), (32, 1), (32, 2), (64, 4)]:
+    order = lambda: triton_kmeans.sort_by_cluster(local.assignment, local.ranks, local.sizes)  # noqa: E731
+    print(f"sort by cluster {milliseconds(order):.3f} ms; move, rows x warps, ms:  16 bits  8 bits")
+    for rows, warps in [(4, 1), (8, 1), (16, 1), (32, 1), (32, 2)]:
+        times = []
+        for operands in (wide, narrow):
 
-        def move(rows: int = rows, warps: int = warps) -> None:
-            local.sizes.copy_(sizes)
-            local.move(centroids, rows, warps)
+            def move(operands: Any = operands, rows: int = rows, warps: int = warps) -> None:
+                local.sizes.copy_(sizes)
+                operands.move(operands, rows, warps)
 
-        print(f"  {rows:2d} x {warps}: {milliseconds(move):.3f}")
+            times.append(f"{milliseconds(move):.3f}")
+        print(f"  {rows:2d} x {warps}: {'  '.join(times)}", flush=True)
 
 
 def components(keys: Tensor) -> None:
@@ -195,6 +201,7 @@ def components(keys: Tensor) -> None:
     sizes.scatter_add_(1, assignment, torch.ones_like(assignment))
     parts = {
         "9 local iterations": lambda: triton_kmeans.refine(keys, mean, start, SEGMENTS, ITERATIONS - 1),
+        "of these, to 8 bits": lambda: NarrowKeys(Problems(keys, mean, CENTROIDS, SEGMENTS), keys),
         "global assignment": lambda: triton_kmeans.assign(keys, mean, centroids),
         "global sums": lambda: triton_kmeans.cluster_sums(keys, assignment, sizes),
         "sizes": lambda: torch.zeros_like(sizes).scatter_add_(1, assignment, torch.ones_like(assignment)),

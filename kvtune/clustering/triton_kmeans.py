@@ -1,13 +1,10 @@
-"""The hot steps of k-means on CUDA, in Triton: fused assignment, counting sort by cluster, segment means.
+"""The hot steps of k-means on CUDA, in Triton: fused assignment, sort by cluster, segment means.
 
-Products are of 16-bit operands with float32 sums; scores stay in registers. Per pass and per key the
-device reads the key twice (assignment, means) and writes 4 bytes of assignment and 4 of order.
-
-The assignment keeps a tile of keys in registers and streams the centroids past it. The maximum over the
-scores of one tile is folded while the tensor cores already work on the next, and costs two instructions
-a score: a thread's column number replaces the lowest bits of the score (4 of 23 mantissa bits at 64
-centroids a tile), so that a plain maximum carries its index along. Scores that differ by less than those
-bits count as ties.
+Sums are float32 and scores stay in registers. The global pass has products of 16-bit operands. Passes within
+segments only steer where centroids settle: from the second on (centroids are unit vectors then) they have
+8-bit operands (e4m3), each key by a scale of its own, at twice the rate; the inertia reached is the same
+(benchmarks/kmeans_gpu.py). Per pass and key the device reads the key twice (assignment, means), and writes 4
+bytes each of assignment, rank and order.
 """
 
 from __future__ import annotations
@@ -16,11 +13,14 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-_LOWEST = tl.constexpr(-3.0e38)
+from kvtune.clustering import kmeans_kernels as kernels
+
+GAIN = 16.0
+"""Unit centroids are stored at 8 bits times this, which keeps items from 1e-4 to 28 apart from zero."""
+_NARROW = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Tiles:
     stages: int = 3
 
 
-LOCAL = Tiles()
-GLOBAL = Tiles()
+WIDE = Tiles()
+NARROW = Tiles()
 
 
 def supports(keys: Tensor) -> bool:
@@ -51,18 +51,24 @@ def refine(keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int, passe
     """
     keys = _loadable(keys)
     problems = Problems(keys, mean, centroids.shape[1], n_segments)
-    centroids = centroids.to(_product_dtype(keys)).contiguous()
-    for _ in range(passes):
-        problems.assign(centroids, LOCAL)
-        problems.move(centroids)
-    return centroids.float()
+    wide = WideKeys(problems, keys, centroids.to(product_dtype(keys)).contiguous())
+    if passes < 3 or keys.shape[2] % 16:
+        for _ in range(passes):
+            wide.step(wide)
+        return wide.centroids.float()
+    narrow = NarrowKeys(problems, keys)
+    wide.step(narrow)
+    for _ in range(passes - 2):
+        narrow.step(narrow)
+    narrow.step(wide)
+    return wide.centroids.float()
 
 
 def assign(keys: Tensor, mean: Tensor, centroids: Tensor) -> Tensor:
     """Best centroid by inner product with the centred keys: [H, N, d], [H, C, d] → [H, N] int64."""
     keys = _loadable(keys)
     problems = Problems(keys, mean, centroids.shape[1], 1)
-    problems.assign(centroids.to(_product_dtype(keys)).contiguous(), GLOBAL)
+    WideKeys(problems, keys, centroids.to(product_dtype(keys)).contiguous()).assign()
     return problems.assignment.long()
 
 
@@ -71,10 +77,15 @@ def cluster_sums(values: Tensor, assignment: Tensor, sizes: Tensor) -> Tensor:
     values = values.contiguous()
     heads, n, width = values.shape
     n_centroids = sizes.shape[1]
+    counts = torch.zeros(sizes.shape, dtype=torch.int32, device=values.device)
+    ranks = torch.empty(assignment.shape, dtype=torch.int32, device=values.device)
+    kernels.rank_kernel[(triton.cdiv(n, 1024), heads)](
+        assignment, counts, ranks, n, n_centroids, BLOCK=1024, num_warps=8
+    )
+    order, ends = sort_by_cluster(assignment, ranks, counts)
     sums = torch.empty(heads, n_centroids, width, dtype=torch.float32, device=values.device)
-    order, starts = _sort(assignment, sizes)
-    _sum_kernel[(n_centroids, heads)](
-        values, order, starts, sizes, sums, n, n_centroids, width,
+    kernels.sum_kernel[(n_centroids, heads)](
+        values, order, ends, counts, sums, n, n_centroids, width,
         WIDTH=triton.next_power_of_2(width), ROWS=16, num_warps=1,
     )  # fmt: skip
     return sums
@@ -85,176 +96,108 @@ class Problems:
 
     def __init__(self, keys: Tensor, mean: Tensor, n_centroids: int, n_segments: int) -> None:
         heads, self.stride, self.dim = keys.shape
-        self.keys, self.mean = keys, mean.contiguous()
+        self.mean = mean.contiguous()
         self.segments, self.length = n_segments, self.stride // n_segments
         self.count, self.width = heads * n_segments, n_centroids // n_segments
-        self.padded = max(16, triton.next_power_of_2(self.dim))
         self.assignment = torch.empty(self.count, self.length, dtype=torch.int32, device=keys.device)
+        self.ranks = torch.empty_like(self.assignment)
         self.sizes = torch.zeros(self.count, self.width, dtype=torch.int32, device=keys.device)
 
-    def assign(self, centroids: Tensor, tiles: Tiles) -> None:
-        """Fill ``assignment`` and ``sizes`` (zero before)."""
-        if self.padded > 128:
-            tiles = replace(tiles, keys=tiles.keys // 2)
-        key_tiles = TensorDescriptor.from_tensor(self.keys.flatten(0, 1), [tiles.keys, self.padded])
-        centroid_tiles = TensorDescriptor.from_tensor(
-            centroids.view(-1, self.dim), [tiles.centroids, self.padded]
+
+class _Operands:
+    """Keys [H, N, d] and centroids [H, C, d] as the kernels read them.
+
+    ``scales`` [H, N] belong to keys that are centred already; ``gain``: what centroids are multiplied by.
+    """
+
+    def __init__(
+        self, problems: Problems, keys: Tensor, centroids: Tensor, scales: Tensor | None, gain: float
+    ) -> None:
+        self.problems, self.keys, self.centroids = problems, keys, centroids
+        self.scales, self.gain = scales, gain
+        # A product takes 16 bytes of a row at a time, 32 items of them at 8 bits.
+        self.padded = max(16 if scales is None else 32, triton.next_power_of_2(problems.dim))
+        self.use(WIDE if scales is None else NARROW)
+
+    def use(self, tiles: Tiles) -> None:
+        """Set the launch shape of the assignment."""
+        self.tiles = replace(tiles, keys=tiles.keys // 2) if self.padded > 128 else tiles
+        self._key_tiles = TensorDescriptor.from_tensor(
+            self.keys.flatten(0, 1), [self.tiles.keys, self.padded]
         )
-        _assign_kernel[(triton.cdiv(self.length, tiles.keys), self.count)](
-            key_tiles, self.mean, centroid_tiles, self.assignment, self.sizes,
-            self.stride, self.length, self.segments, self.width, self.dim,
+        self._centroid_tiles = TensorDescriptor.from_tensor(
+            self.centroids.view(-1, self.problems.dim), [self.tiles.centroids, self.padded]
+        )
+
+    def step(self, following: _Operands) -> None:
+        """One pass; the centroids moved go to ``following`` (these operands themselves, or others)."""
+        self.assign()
+        self.move(following)
+
+    def assign(self) -> None:
+        """Fill the problems' ``assignment``, ``ranks`` and ``sizes`` (zero before)."""
+        of, tiles = self.problems, self.tiles
+        kernels.assign_kernel[(triton.cdiv(of.length, tiles.keys), of.count)](
+            self._key_tiles, of.mean, self._centroid_tiles, of.assignment, of.ranks, of.sizes,
+            of.stride, of.length, of.segments, of.width, of.dim,
             KEYS=tiles.keys, CENTROIDS=tiles.centroids, DIM=self.padded, STAGES=tiles.stages,
-            num_warps=tiles.warps,
+            CENTRED=self.scales is not None, num_warps=tiles.warps,
         )  # fmt: skip
 
-    def move(self, centroids: Tensor, rows: int = 16, warps: int = 1) -> None:
-        """Move ``centroids`` to the normalised means of their keys and zero ``sizes``.
+    def move(self, following: _Operands, rows: int = 16, warps: int = 1) -> None:
+        """Centroids become the normalised means of their keys, in ``following``; ``sizes`` zero again.
 
         One program a cluster; ``rows`` of its keys are fetched at a time.
         """
-        order, starts = _sort(self.assignment, self.sizes)
-        _move_kernel[(self.width, self.count)](
-            self.keys, self.mean, order, starts, self.sizes, centroids,
-            self.stride, self.length, self.segments, self.width, self.dim,
-            DIM=self.padded, ROWS=rows, num_warps=warps,
+        of = self.problems
+        order, ends = sort_by_cluster(of.assignment, of.ranks, of.sizes)
+        kernels.move_kernel[(of.width, of.count)](
+            self.keys, self.keys if self.scales is None else self.scales, of.mean, order, ends, of.sizes,
+            self.centroids, following.centroids, self.gain, following.gain,
+            of.stride, of.length, of.segments, of.width, of.dim,
+            DIM=self.padded, ROWS=rows, SCALED=self.scales is not None,
+            ROUNDED=following.scales is not None, num_warps=warps,
         )  # fmt: skip
+
+
+class WideKeys(_Operands):
+    """Keys as they are, centred when loaded, and 16-bit centroids."""
+
+    def __init__(self, problems: Problems, keys: Tensor, centroids: Tensor) -> None:
+        super().__init__(problems, keys, centroids, None, 1.0)
+
+
+class NarrowKeys(_Operands):
+    """Keys centred and at 8 bits, and 8-bit centroids still to be filled."""
+
+    def __init__(self, problems: Problems, keys: Tensor) -> None:
+        heads, n, dim = keys.shape
+        narrow = torch.empty(keys.shape, dtype=_NARROW, device=keys.device)
+        scales = torch.empty(heads, n, dtype=torch.float32, device=keys.device)
+        rows, padded = 64, triton.next_power_of_2(dim)
+        kernels.quantise_kernel[(triton.cdiv(n, rows), heads)](
+            keys, problems.mean, narrow, scales, n, dim, DIM=padded, ROWS=rows, num_warps=8
+        )
+        n_centroids = problems.width * problems.segments
+        centroids = torch.empty(heads, n_centroids, dim, dtype=_NARROW, device=keys.device)
+        super().__init__(problems, narrow, centroids, scales, GAIN)
 
 
 def _loadable(keys: Tensor) -> Tensor:
     return (keys.float() if keys.dtype == torch.float64 else keys).contiguous()
 
 
-def _product_dtype(keys: Tensor) -> torch.dtype:
+def product_dtype(keys: Tensor) -> torch.dtype:
+    """The 16-bit type of the products with ``keys``."""
     return torch.float16 if keys.dtype == torch.float16 else torch.bfloat16
 
 
-def _sort(assignment: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens grouped by cluster, in any order within one: order [B, n] and starts [B, c], both int32."""
+def sort_by_cluster(assignment: Tensor, ranks: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens grouped by cluster: assignment and ranks [B, n], sizes [B, c] → order [B, n], ends [B, c]."""
     batch, n = assignment.shape
     order = torch.empty(batch, n, dtype=torch.int32, device=assignment.device)
     ends = sizes.cumsum(1, dtype=torch.int32)
-    block = 1024
-    _place_kernel[(triton.cdiv(n, block), batch)](
-        assignment, ends, order, n, sizes.shape[1], BLOCK=block, num_warps=8
+    kernels.place_kernel[(triton.cdiv(n, 1024), batch)](
+        assignment, ranks, ends, order, n, sizes.shape[1], BLOCK=1024, num_warps=4
     )
-    return order, ends  # each end has been counted down to its cluster's start
-
-
-@triton.jit
-def _fold(scores, best, tile, start, mask, KEYS: tl.constexpr, CENTROIDS: tl.constexpr):
-    """Fold scores [KEYS, CENTROIDS] of the tile at ``start`` into the running best [KEYS, 4].
-
-    A tensor core leaves columns 8·i + 2·lane + {0, 1} of a row to each of four lanes: they keep their
-    own best. The complement of the column's number within a lane goes into the score's lowest bits, so
-    that the lowest column wins a tie.
-    """
-    SLOTS: tl.constexpr = CENTROIDS // 4
-    slot = SLOTS - 1 - (tl.arange(0, CENTROIDS // 8)[:, None] * 2 + tl.arange(0, 2)[None, :])
-    by_lane = tl.reshape(scores, [KEYS, CENTROIDS // 8, 4, 2]).to(tl.int32, bitcast=True)
-    packed = (by_lane & mask[None, None, :, None]) | slot[None, :, None, :]
-    top = tl.max(tl.max(packed.to(tl.float32, bitcast=True), 3), 1)
-    bar = best.to(tl.int32, bitcast=True) | (SLOTS - 1)
-    better = top > bar.to(tl.float32, bitcast=True)
-    return tl.where(better, top, best), tl.where(better, start, tile)
-
-
-@triton.jit
-def _winner(best, tile, CENTROIDS: tl.constexpr):
-    """Index of each key's best centroid, from the best of its four lanes: [KEYS, 4] → [KEYS]."""
-    SLOTS: tl.constexpr = CENTROIDS // 4
-    bits = best.to(tl.int32, bitcast=True)
-    slot = SLOTS - 1 - (bits & (SLOTS - 1))
-    column = tile + (slot // 2) * 8 + tl.arange(0, 4)[None, :] * 2 + slot % 2
-    score = (bits & -SLOTS).to(tl.float32, bitcast=True)
-    return tl.min(tl.where(score == tl.max(score, 1)[:, None], column, 0x7FFFFFFF), 1)
-
-
-@triton.jit
-def _assign_kernel(
-    key_tiles, mean, centroid_tiles, assignment, sizes, stride, length, segments, width, dim,
-    KEYS: tl.constexpr, CENTROIDS: tl.constexpr, DIM: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    problem = tl.program_id(1)
-    head = problem // segments
-    first = tl.program_id(0) * KEYS
-    keys = key_tiles.load([head * stride + (problem % segments) * length + first, 0])
-    columns = tl.arange(0, DIM)
-    centre = tl.load(mean + head * dim + columns, mask=columns < dim, other=0.0)
-    keys = (keys.to(tl.float32) - centre[None, :]).to(centroid_tiles.dtype)
-
-    best = tl.full([KEYS, 4], _LOWEST, tl.float32)
-    tile = tl.zeros([KEYS, 4], tl.int32)
-    # Always -CENTROIDS // 4; made to look lane-dependent, or the compiler splits mask and index in two.
-    mask = tl.where(tl.arange(0, 4) < length + 4, -(CENTROIDS // 4), 0)
-    scores = tl.dot(keys, centroid_tiles.load([problem * width, 0]).T)
-    for following in tl.range(CENTROIDS, width, CENTROIDS, num_stages=STAGES):
-        ahead = tl.dot(keys, centroid_tiles.load([problem * width + following, 0]).T)
-        best, tile = _fold(scores, best, tile, following - CENTROIDS, mask, KEYS, CENTROIDS)
-        scores = ahead
-    start = (width - 1) // CENTROIDS * CENTROIDS
-    inside = start + tl.arange(0, CENTROIDS) < width
-    scores = tl.where(inside[None, :], scores, _LOWEST)
-    best, tile = _fold(scores, best, tile, start, mask, KEYS, CENTROIDS)
-
-    winner = _winner(best, tile, CENTROIDS)
-    tokens = first + tl.arange(0, KEYS)
-    tl.store(assignment + problem * length + tokens, winner, mask=tokens < length)
-    tl.atomic_add(sizes + problem * width + winner, 1, mask=tokens < length, sem="relaxed")
-
-
-@triton.jit
-def _place_kernel(assignment, ends, order, n, n_clusters, BLOCK: tl.constexpr):
-    batch = tl.program_id(1)
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = tokens < n
-    cluster = tl.load(assignment + batch * n + tokens, mask=inside, other=0)
-    slot = tl.atomic_add(ends + batch * n_clusters + cluster, -1, mask=inside, sem="relaxed") - 1
-    tl.store(order + batch * n + slot, tokens, mask=inside)
-
-
-@triton.jit
-def _sum_rows(values, order, count, dim, DIM: tl.constexpr, ROWS: tl.constexpr):
-    """Float32 sum of rows ``order[0…count-1]`` of values [_, dim]."""
-    columns = tl.arange(0, DIM)
-    total = tl.zeros([DIM], tl.float32)
-    for start in tl.range(0, count, ROWS):
-        slots = start + tl.arange(0, ROWS)
-        rows = tl.load(order + slots, mask=slots < count, other=0).to(tl.int64)
-        inside = (slots < count)[:, None] & (columns < dim)[None, :]
-        block = tl.load(values + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0)
-        total += tl.sum(block.to(tl.float32), 0)
-    return total
-
-
-@triton.jit
-def _sum_kernel(
-    values, order, starts, sizes, sums, n, n_clusters, width, WIDTH: tl.constexpr, ROWS: tl.constexpr
-):
-    head = tl.program_id(1).to(tl.int64)
-    cluster = head * n_clusters + tl.program_id(0)
-    count = tl.load(sizes + cluster).to(tl.int32)
-    members = order + head * n + tl.load(starts + cluster)
-    total = _sum_rows(values + head * n * width, members, count, width, WIDTH, ROWS)
-    columns = tl.arange(0, WIDTH)
-    tl.store(sums + cluster * width + columns, total, mask=columns < width)
-
-
-@triton.jit
-def _move_kernel(
-    keys, mean, order, starts, sizes, centroids, stride, length, segments, width, dim,
-    DIM: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    problem = tl.program_id(1).to(tl.int64)
-    head = problem // segments
-    cluster = problem * width + tl.program_id(0)
-    count = tl.load(sizes + cluster)
-    tl.store(sizes + cluster, 0)
-    members = order + problem * length + tl.load(starts + cluster)
-    rows = keys + (head * stride + (problem % segments) * length) * dim
-    total = _sum_rows(rows, members, count, dim, DIM, ROWS)
-    columns = tl.arange(0, DIM)
-    total -= count * tl.load(mean + head * dim + columns, mask=columns < dim, other=0.0)
-    norm = tl.sqrt(tl.sum(total * total, 0))
-    unit = total / tl.where(norm > 0, norm, 1.0)
-    written = tl.where(count > 0, dim, 0)  # an empty cluster keeps its centroid
-    tl.store(centroids + cluster * dim + columns, unit.to(centroids.dtype.element_ty), mask=columns < written)
+    return order, ends

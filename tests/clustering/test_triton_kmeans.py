@@ -53,6 +53,41 @@ def test_local_passes_follow_the_cpu():
     torch.testing.assert_close(got.cpu(), want, rtol=0, atol=2e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_passes_at_eight_bits_end_where_the_cpu_does(dtype):
+    keys = groups(heads=2, n=131, dim=16, n_groups=4).to(dtype)
+    mean = keys.float().mean(1, keepdim=True)
+    start = keys[:, :8].float() - mean
+    want = cpu_kmeans.refine(keys, mean, start, n_segments=2, passes=5)
+    got = triton_kmeans.refine(keys.to(DEVICE), mean.to(DEVICE), start.to(DEVICE), n_segments=2, passes=5)
+    torch.testing.assert_close(got.cpu(), want, rtol=0, atol=0.02)
+
+
+def test_keys_at_eight_bits_keep_their_leading_bits_at_any_norm():
+    generator = torch.Generator().manual_seed(3)
+    keys = torch.randn(2, 70, 48, generator=generator) * torch.logspace(-3, 5, 70)[None, :, None]
+    keys[0, 5] = 0
+    mean = torch.zeros(2, 1, 48)
+    problems = triton_kmeans.Problems(keys.to(DEVICE), mean.to(DEVICE), 4, 1)
+    found = triton_kmeans.NarrowKeys(problems, keys.to(DEVICE))
+    assert found.scales is not None
+    back = found.keys.double() * found.scales[..., None].double()
+    largest = keys.abs().amax(2, keepdim=True).double()
+    # Half a step of 1 + 3 bits; below those, the smallest step (the interpreter cuts there).
+    bound = (keys.double().abs() / 16).maximum(largest / 224 * 2.0**-9)
+    assert ((back.cpu() - keys.double()).abs() <= bound * (1 + 1e-6)).all()
+
+
+def test_an_empty_cluster_keeps_its_centroid_at_eight_bits():
+    keys = groups(heads=1, n=64, dim=16, n_groups=2)
+    mean = torch.zeros(1, 1, 16)
+    start = torch.zeros(1, 3, 16)
+    start[0, 0, 0], start[0, 1, 1], start[0, 2, 5] = 1.0, 1.0, -1.0  # the third is nobody's best
+    got = triton_kmeans.refine(keys.to(DEVICE), mean.to(DEVICE), start.to(DEVICE), n_segments=1, passes=4)
+    assert torch.equal(got[0, 2].cpu(), start[0, 2])
+    assert got[0, 0, 0] > 0.99 and got[0, 1, 1] > 0.99
+
+
 def test_sums_of_ragged_and_empty_clusters():
     values, generator = integers(2, 90, 24, seed=4), torch.Generator().manual_seed(4)
     assignment = torch.randint(0, 5, (2, 90), generator=generator)
