@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvtune.errors import InputError
+
+if TYPE_CHECKING:
+    from kvtune.caching import UnitAccesses
 
 
 @dataclass
@@ -69,3 +73,13 @@ class BlockCache:
             self._pages[block] = pages
         self.used += needed
         self._hits, self._misses = [], []
+
+
+def count_only(accesses: UnitAccesses, capacity: int) -> tuple[list[bool], Counters]:
+    """Pass the accesses of a unit through a block cache that moves no data: hits, and its counters."""
+    cache, hits = BlockCache(capacity), []
+    columns = [column.tolist() for column in (accesses.blocks, accesses.pages, accesses.tokens)]
+    for first, stop in zip(accesses.offsets.tolist(), accesses.offsets.tolist()[1:]):
+        hits += cache.access(*(column[first:stop] for column in columns))
+        cache.update()
+    return hits, cache.counters

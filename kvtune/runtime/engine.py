@@ -3,17 +3,14 @@
 A live run speaks to an engine in this order, for each sample::
 
     engine.start()
-    engine.feed(context)                    # dense prefill
-    [engine.build()]                        # only with several requests: one index for all of them
+    engine.feed(context, then_build=…)      # dense prefill; with several requests one index for all of them
     base = engine.mark()
     for each request:
         engine.rewind(base)
-        engine.feed(question)               # dense; joins the index if there is one
-        asked = engine.mark()
-        with engine.full_attention():       # the reference: steps and feeds, then engine.rewind(asked)
-            engine.step(token) ...
-        [engine.build()]                    # with one request: context and question
+        engine.feed(question, then_build=…) # dense; joins the index if there is one, else the index follows
         ready = engine.mark()
+        with engine.full_attention():       # the reference: steps and feeds, then engine.rewind(ready)
+            engine.step(token) ...
         engine.step(token) ...              # the plan: steps, and feeds of later questions
         engine.access_log(), engine.hit_masks(), engine.counters(), engine.held_bytes()
         engine.rewind(ready)                # for each further pass over the same request
@@ -66,7 +63,10 @@ class Timings:
     """Seconds an engine spent, with its device at rest at both ends of each entry.
 
     ``prefill`` and ``index_build`` have one entry per call of ``feed`` (outside of ``full_attention``) and
-    ``build``; ``steps`` and ``full_steps`` one per decode step under the plan and with full attention;
+    ``build``; a feed that the index follows has one of both. An engine that builds beside the prefill counts
+    the time to the end of the model's own work as ``prefill``, slowed down by what is built meanwhile, and
+    as ``index_build`` only what is left to wait for: the sum is what the user waits.
+    ``steps`` and ``full_steps`` have one per decode step under the plan and with full attention;
     ``stages`` adds up the parts of ``steps`` by name, as far as the engine tells them apart.
     """
 
@@ -140,14 +140,16 @@ class Engine(Protocol):
     def start(self) -> None:
         """Forget everything: a new sequence of length 0, without index, caches and log."""
 
-    def feed(self, ids: Sequence[int]) -> None:
+    def feed(self, ids: Sequence[int], then_build: bool = False) -> None:
         """Dense prefill of ``ids`` (one or more) after what there is, chunked.
 
-        Where there is an index, the tokens join it as decode-made ones do.
+        Where there is an index, the tokens join it as decode-made ones do. ``then_build``: as if
+        :meth:`build` followed, which an engine may do meanwhile; ``ValueError`` if there is an index, or
+        inside :meth:`full_attention`.
         """
 
     def build(self) -> None:
-        """Build every layer's index over all tokens so far, with empty caches; ``InputError`` if built."""
+        """Build every layer's index over all tokens so far, with empty caches; ``ValueError`` if built."""
 
     def step(self, token: int) -> Tensor:
         """One decode step: feed ``token`` and return the logits [V] after it, float32.
@@ -182,7 +184,10 @@ class Engine(Protocol):
         """
 
     def rewind(self, mark: Any) -> None:
-        """Go back to ``mark``: tokens, logits, index as they were; caches, log and counters empty."""
+        """Go back to ``mark``: tokens, logits, index as they were; caches, log and counters empty.
+
+        A mark from before the build has no index: going back there forgets it.
+        """
 
     def access_log(self, sample: int = 0, timeline: int = 0) -> AccessLog:
         """What every unit asked of its cache since the last build or rewind."""

@@ -45,7 +45,7 @@ class FusedCTkvr(FusedLayer):
             )
         self.info, self.policy = info, policy
 
-    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
+    def build(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         """As the base class; without prompt queries attention stays full, unless centroids come of a file."""
         self.store = store
         lists = []

@@ -53,8 +53,15 @@ class FusedDecoder:
         lengths: Sequence[int],
         prompt_queries: Callable[[int, int], Tensor] | None = None,
     ) -> None:
-        """Take over prompts of ``lengths`` tokens, build every layer's index, and capture the step."""
-        device, dtype = self.loaded.device, self.loaded.model.dtype
+        """Take over prompts of ``lengths`` tokens and build every layer's index."""
+        self.prepare(lengths)
+        for number in range(self.loaded.geometry.n_layers):
+            self.build_layer(number, prompts, prompt_queries)
+        self.finish()
+
+    def prepare(self, lengths: Sequence[int]) -> None:
+        """Make ready for prompts of ``lengths`` tokens; then :meth:`build_layer` each and :meth:`finish`."""
+        device = self.loaded.device
         self.lengths = list(lengths)
         batch = len(lengths)
         self._tokens = torch.zeros(batch, 1, dtype=torch.int64, device=device)
@@ -62,22 +69,39 @@ class FusedDecoder:
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self.steps = 0
         self.layers, self._graph = [], None
-        rows = room(max(lengths) + self.new_tokens, self.new_tokens)
-        for number in range(self.loaded.geometry.n_layers):
-            info = self.loaded.geometry.layer(number)
-            store = LayerStore.empty(info, batch, rows, dtype, device)
-            for sequence, length in enumerate(lengths):
-                store.put(sequence, 0, *prompts(number, sequence))
-                store.lengths[sequence] = length
-            layer = self._make(info)
-            window = layer_window(self.plan, number, self.loaded)
-            seen = None
-            if prompt_queries is not None and window:
-                seen = [prompt_queries(number, sequence) for sequence in range(batch)]
-            layer.start(store, seen)
-            if self.log_steps:
-                layer.log = layer.new_log(self._at, self.log_steps)
-            self.layers.append(layer)
+
+    def build_layer(
+        self,
+        number: int,
+        prompts: KeysValues,
+        prompt_queries: Callable[[int, int], Tensor] | None = None,
+    ) -> None:
+        """Take over the prompts of layer ``number``, the next in order, and build its index.
+
+        Launches on the current stream; the host does not wait for a GPU. ``ValueError`` out of order.
+        """
+        if number != len(self.layers):
+            raise ValueError(f"layer {len(self.layers)} is to be built next, not {number}")
+        info, batch = self.loaded.geometry.layer(number), len(self.lengths)
+        rows = room(max(self.lengths) + self.new_tokens, self.new_tokens)
+        store = LayerStore.empty(info, batch, rows, self.loaded.model.dtype, self.loaded.device)
+        for sequence, length in enumerate(self.lengths):
+            store.put(sequence, 0, *prompts(number, sequence))
+            store.lengths[sequence] = length
+        layer = self._make(info)
+        window = layer_window(self.plan, number, self.loaded)
+        seen = None
+        if prompt_queries is not None and window:
+            seen = [prompt_queries(number, sequence) for sequence in range(batch)]
+        layer.build(store, seen)
+        if self.log_steps:
+            layer.log = layer.new_log(self._at, self.log_steps)
+        self.layers.append(layer)
+
+    def finish(self) -> None:
+        """What the host does once all layers are built: it may wait for them."""
+        for layer in self.layers:
+            layer.finish()
 
     def capture(self) -> None:
         """Record the step as a CUDA graph (on a GPU); without this it runs kernel by kernel.

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from kvtune.attention import group_queries
-from kvtune.caching import AccessLog, Unit, UnitAccesses, capacity_pages
+from kvtune.caching import AccessLog, Unit, capacity_pages
 from kvtune.capturing import loop
 from kvtune.capturing.hook import Listener, Sink
 from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
 from kvtune.models import LoadedModel, attention_through, cached, sdpa
 from kvtune.policies.plan import Plan
-from kvtune.runtime.block_cache import BlockCache, Counters
+from kvtune.runtime.block_cache import Counters, count_only
+from kvtune.runtime.build_beside import BuildBeside
 from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, full_kv_bytes
 from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder, access_log, layer_window
@@ -44,6 +45,9 @@ class FusedEngine:
     The model's own cache holds prompts and questions: full attention, the reference, goes on from it. The
     plan's layers have keys and values of their own, made by ``build``; ``--offload cpu`` moves those of the
     clusters to host memory behind a page cache. With ``offload none`` the block caches only count.
+
+    Of a feed that the index follows, the last chunk's layers build their index on a second stream while the
+    model goes on (:class:`~kvtune.runtime.build_beside.BuildBeside`).
 
     ``timings.full_steps`` are those of full attention by flash SDPA in a CUDA graph at the prompt's length.
     """
@@ -70,6 +74,7 @@ class FusedEngine:
         self._attached: AbstractContextManager[None] | None = None
         self._full = False
         self._stepping: FusedDecoder | None = None
+        self._beside: BuildBeside | None = None
         self._eager: list[float] = []
         self._listener = Listener()
         self.start()
@@ -105,7 +110,10 @@ class FusedEngine:
         self._logits = self._session.logits
         self._queries: dict[int, Tensor] = {}
 
-    def feed(self, ids: Sequence[int]) -> None:
+    def feed(self, ids: Sequence[int], then_build: bool = False) -> None:
+        if then_build:
+            self._feed_and_build(ids)
+            return
         if self._full:
             self._session.feed(ids)
             self._logits, self._passed = self._session.logits, self._session.length
@@ -121,11 +129,40 @@ class FusedEngine:
         self.timings.prefill.append(self._now() - started)
 
     def build(self) -> None:
+        started = self._now()
+        beside = self._prepare(self._session.length)
+        beside.join()
+        self._decoder = beside.decoder
+        self.timings.index_build.append(self._now() - started)
+        self._capture(self._decoder)
+
+    def _feed_and_build(self, ids: Sequence[int]) -> None:
+        """Prefill; each layer's index is built beside the last chunk, once the layer's keys are there."""
+        started = self._now()
+        self._beside = beside = self._prepare(self._session.length + len(ids))
+        try:
+            self._session.feed(ids)
+            if self.loaded.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()  # the model's own work; builds may be left
+            fed = time.perf_counter()
+            beside.join()
+        finally:
+            self._beside = None
+            beside.drop()
+        self._decoder = beside.decoder
+        self._logits, self._passed = self._session.logits, self._session.length
+        self.timings.prefill.append(fed - started - beside.seconds)
+        self.timings.index_build.append(self._now() - fed + beside.seconds)
+        self._capture(self._decoder)
+
+    def _prepare(self, context: int) -> BuildBeside:
+        """A decoder whose layers are to be built over ``context`` tokens; refused where it has no room."""
         if self._decoder is not None:
             raise ValueError("the index is built already")
-        started = self._now()
-        self._context = self._session.length
-        new_tokens = max(self._options.longest - self._context, 1)
+        if self._full:
+            raise ValueError("there is nothing to build within full attention")
+        self._context = context
+        new_tokens = max(self._options.longest - context, 1)
         self._check_room(new_tokens)
         decoder = FusedDecoder(
             self.loaded,
@@ -135,9 +172,11 @@ class FusedEngine:
             cache_fraction=self._options.cache_fraction,
             log_steps=new_tokens,
         )
-        decoder.start(lambda number, _: self._held(number), [self._context], lambda n, _: self._queries[n])
-        self._decoder = decoder
-        self.timings.index_build.append(self._now() - started)
+        decoder.prepare([context])
+        return BuildBeside(decoder, lambda number, _: self._held(number), lambda n, _: self._queries[n])
+
+    def _capture(self, decoder: FusedDecoder) -> None:
+        """Record the step as a CUDA graph, on a GPU; a note where that fails."""
         if self.loaded.device.type == "cuda":
             try:
                 with self._through(decoder):
@@ -267,7 +306,11 @@ class FusedEngine:
             raise InputError("a live run decodes one sequence at a time", "use a batch of 1")
         number = int(module.layer_idx)  # type: ignore[arg-type]
         self._see(number, query[0].transpose(0, 1), key.shape[2])
-        return sdpa(module, query, key, value, attention_mask, **kwargs)
+        beside = self._beside
+        if beside is None or key.shape[2] < beside.length:
+            return sdpa(module, query, key, value, attention_mask, **kwargs)
+        with beside.layer(number):
+            return sdpa(module, query, key, value, attention_mask, **kwargs)
 
     def _see(self, number: int, queries: Tensor, length: int) -> None:
         """Show queries [T, Hq, d] to whoever asked, and keep the prompt's last ones for the policy."""
@@ -335,6 +378,8 @@ class FusedEngine:
         """Refuse what the GPU or the host has no room for before anything is taken."""
         geometry = self.loaded.geometry
         free = free_bytes(self.loaded.device)
+        if free is not None and not self._session.length:  # the model's own cache is still to come
+            free -= self._options.longest * geometry.kv_bytes_per_token
         host = free_host_bytes() if self.offload == "cpu" else None
         row_bytes = geometry.kv_bytes_per_token // geometry.n_layers
         check_layers(geometry.n_layers, self._context + new_tokens, row_bytes, free, host)
@@ -344,13 +389,3 @@ class FusedEngine:
         if self.loaded.device.type == "cuda":
             torch.cuda.synchronize(self.loaded.device)
         return time.perf_counter()
-
-
-def count_only(accesses: UnitAccesses, capacity: int) -> tuple[list[bool], Counters]:
-    """Pass the accesses of a unit through a block cache that moves no data: hits, and its counters."""
-    cache, hits = BlockCache(capacity), []
-    columns = [column.tolist() for column in (accesses.blocks, accesses.pages, accesses.tokens)]
-    for first, stop in zip(accesses.offsets.tolist(), accesses.offsets.tolist()[1:]):
-        hits += cache.access(*(column[first:stop] for column in columns))
-        cache.update()
-    return hits, cache.counters

@@ -75,12 +75,21 @@ class FusedLayer(ABC):
     log: StepLog | None = None
     """Where blocks retrieved are noted, if anywhere."""
 
-    @abstractmethod
     def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
-        """Take over the prompts in ``store`` and build what the method needs.
+        """Take over the prompts in ``store`` and build what the method needs: :meth:`build`, :meth:`finish`.
 
         prompt_queries: of each sequence, the last ones of its prompt [H, G, W, d].
         """
+        self.build(store, prompt_queries)
+        self.finish()
+
+    @abstractmethod
+    def build(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
+        """The part of :meth:`start` that only launches: nothing in it waits for the device."""
+
+    def finish(self) -> None:
+        """The part of :meth:`start` that waits for the device, where there is one."""
+        return
 
     @abstractmethod
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -144,7 +153,7 @@ class RangeLayer(FusedLayer):
         self.sink = sink if window is not None else 0
         self.window = window
 
-    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
+    def build(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         self.store = store
         units, room = store.keys.shape[:2]
         device, info = store.keys.device, self.info
@@ -179,8 +188,9 @@ class RangeLayer(FusedLayer):
 
 
 def int_row(row: list[int], device: Device) -> Tensor:
-    """Numbers as an int32 tensor on ``device``."""
-    return torch.tensor(row, dtype=torch.int32, device=device)
+    """Numbers as an int32 tensor on ``device``; the host does not wait for its stream."""
+    pinned = torch.device(device).type == "cuda"
+    return torch.tensor(row, dtype=torch.int32, pin_memory=pinned).to(device, non_blocking=pinned)
 
 
 def nbytes(*tensors: Tensor) -> int:

@@ -59,9 +59,11 @@ class FusedWaveOffload(FusedWave):
                 self.store.put(sequence, row, keys, values)
         self.side = side_stream(device, 1)
 
-    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
-        super().start(store, prompt_queries)
+    def build(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
+        super().build(store, prompt_queries)
         del self.whole
+
+    def finish(self) -> None:
         self._fill_cache()
 
     def _put_clusters(self, sequence: int, rows: Tensor, first: int, grown: int) -> int:
@@ -72,7 +74,8 @@ class FusedWaveOffload(FusedWave):
             wanted = rows[..., None].expand(-1, -1, kept.shape[2])
             sorted_rows = torch.gather(kept[units], 1, wanted)
             for unit, row in enumerate(sorted_rows, units.start):  # one run of host memory each
-                host[unit, first : first + n].copy_(row)
+                # Only the device reads these rows, on streams that wait for this one.
+                host[unit, first : first + n].copy_(row, non_blocking=True)
         return first
 
     def _tail_rows(self, sequence: int) -> tuple[int, int]:

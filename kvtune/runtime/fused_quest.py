@@ -40,7 +40,7 @@ class FusedQuest(FusedLayer):
             )
         self.info, self.policy = info, policy
 
-    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
+    def build(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         self.store = store
         self._reserve()
         self.bounded = [0] * len(store.lengths)

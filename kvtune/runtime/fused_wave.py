@@ -48,7 +48,7 @@ class FusedWave(FusedLayer):
         self.info, self.policy = info, policy
         self.new_tokens = new_tokens
 
-    def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
+    def build(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         self.store = store
         self.prompts = list(store.lengths)
         self.states = []

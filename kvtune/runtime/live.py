@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -129,10 +129,9 @@ class _Runner:
         self._timelines = itertools.count()
         with nullcontext() if self.record is None else self.record.sample(number, engine) as trace:
             if sample.context_ids:
+                unasked = any(not request.turns[0].question_ids for request in sample.requests)
                 with _segment(trace, -1)("context", -1, sample.context_ids):
-                    engine.feed(sample.context_ids)
-                if len(sample.requests) > 1:
-                    self._build()
+                    self._feed(sample.context_ids, then_build=len(sample.requests) > 1 or unasked)
             base = engine.mark()
             for request_number, request in enumerate(sample.requests):
                 if request_number:
@@ -146,11 +145,9 @@ class _Runner:
         question = request.turns[0].question_ids
         if question:
             with segment("question", 0, question):
-                engine.feed(question)
-        full = self._full(request)
-        if not engine.built:
-            self._build()
+                self._feed(question, then_build=not engine.built)
         ready = engine.mark()
+        full = self._full(request)
         for caches, stretches in ((run.forced, full.forced), (run.free, full.free)):
             for recorded in stretches:
                 reads = run.reads if caches is run.forced else None
@@ -183,12 +180,14 @@ class _Runner:
                 engine.rewind(asked)
         return full
 
-    def _build(self) -> None:
+    def _feed(self, ids: Sequence[int], then_build: bool) -> None:
+        """Prefill; where the index follows, note what both took."""
         engine, run = self.engine, self.run
-        self._context = engine.length
-        run.prefill.append(sum(engine.timings.prefill[self._prefilled :]))
-        engine.build()
-        run.index_build.append(engine.timings.index_build[-1])
+        engine.feed(ids, then_build=then_build)
+        if then_build:
+            self._context = engine.length
+            run.prefill.append(sum(engine.timings.prefill[self._prefilled :]))
+            run.index_build.append(engine.timings.index_build[-1])
 
     def _score(
         self, request: Request, task: str, full: list[tuple[int, ...]], own: list[tuple[int, ...]]

@@ -31,8 +31,11 @@ def check_room(files: ModelFiles, rope: Rope, dtype: str, device: torch.device, 
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free bytes of a GPU; ``None`` for another device."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    """Free bytes of a GPU, those held in reserve by torch included; ``None`` for another device."""
+    if device.type != "cuda":
+        return None
+    reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + reserve
 
 
 def check_fit(geometry: ModelGeometry, weights: int, longest: int, free: int) -> None:

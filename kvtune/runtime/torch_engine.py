@@ -87,7 +87,14 @@ class TorchEngine:
         self._hook.sequence = self._sequence()
         self._passed, self._built = 0, False
 
-    def feed(self, ids: Sequence[int]) -> None:
+    def feed(self, ids: Sequence[int], then_build: bool = False) -> None:
+        if then_build and (self._built or self._hook.full):
+            raise ValueError("the index is built already, or full attention runs")
+        self._feed(ids)
+        if then_build:
+            self.build()
+
+    def _feed(self, ids: Sequence[int]) -> None:
         if self._hook.full:
             self._session.feed(ids)
             return

@@ -164,7 +164,7 @@ def test_an_interrupted_run_keeps_the_answers_it_has(loaded):
 
 
 def test_interrupted_before_any_answer_there_is_nothing(loaded, monkeypatch):
-    def feed(self, ids):
+    def feed(self, ids, then_build=False):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TorchEngine, "feed", feed)
