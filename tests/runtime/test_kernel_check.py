@@ -78,7 +78,9 @@ def test_a_shape_is_checked_once(loaded, monkeypatch):
     check_kernels(loaded, Plan(get_policy("wave_index", {"retrieval": 0.3})))
     assert len(checked) == 2
     check_kernels(loaded, live_plan("wave_index"), "cpu")
-    check_kernels(loaded_tiny(), live_plan("wave_index").with_layer(1, sink=2))
+    unwindowed = loaded_tiny()
+    unwindowed.model.to(DEVICE)
+    check_kernels(unwindowed, live_plan("wave_index").with_layer(1, sink=2))
     assert checked[2:] == ["wave_index", "full"]
 
 
