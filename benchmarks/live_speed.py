@@ -1,8 +1,10 @@
 """Decode steps of whole models: the wave index through the fused engine against full attention.
 
 Full attention is flash SDPA over all keys in one CUDA graph, like the fused step. The 8B shape has random
-weights (its keys are no real ones: speed only); other models are named by path. Prefill is one pass with
-flash attention, and the index build is timed warm, beside it.
+weights (its keys are no real ones: speed only); other models are named by path, and ``--prompt code`` gives
+them real text. Steps are greedy. Prefill is one pass with flash attention; the index build is timed warm,
+behind it (``index_build_share``) and beside it, a layer each while the model goes on
+(``index_build_share_overlapped``: the seconds more of prefill and build together).
 
 Run from the repository root: ``PYTHONPATH=. python benchmarks/live_speed.py --contexts 32768,131072``.
 """
@@ -13,22 +15,23 @@ import argparse
 import gc
 import os
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import record as recording
 import torch
+from prefill_speed import now, prefilled, prefilled_and_built, prompt, seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvtune.models import LoadedModel, Rope, adopt, attention_through, cached, feed, load_model, new_cache
+from kvtune.models import LoadedModel, Rope, adopt, attention_through, cached, load_model
 from kvtune.policies.plan import Plan
 from kvtune.policies.wave_index import WaveIndex
 from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder
+from kvtune.runtime.fused_offload import FusedWaveOffload
 
 STEPS = 48
-CACHE = 0.05
+PLAN = Plan(WaveIndex())
 
 
 def main() -> None:
@@ -39,20 +42,26 @@ def main() -> None:
     parser.add_argument("--rope", help="as in kvtune capture, like yarn:4")
     parser.add_argument("--contexts", default="32768,131072")
     parser.add_argument("--batches", default="1")
+    parser.add_argument("--cache", default="0.05", help="page cache fractions of --offload cpu, a row each")
+    parser.add_argument("--prompt", choices=("code", "random"), default="random", help="code: needs --model")
     parser.add_argument("--name", default="live_speed")
     options = parser.parse_args()
+    if options.prompt == "code" and not options.model:
+        parser.error("--prompt code needs a --model with a tokenizer")
     if out := os.environ.get("OUT"):
         recording.RESULTS = Path(out)
     loaded = load_model(options.model, rope=Rope(options.rope)) if options.model else random_8b()
     rows: list[dict[str, Any]] = []
+    fractions = [float(part) for part in options.cache.split(",")]
     for context in map(int, options.contexts.split(",")):
+        ids = prompt(loaded, options.prompt, context)
         for batch in map(int, options.batches.split(",")):
             try:
-                rows += measure(loaded, options.model or "8B shape, random weights", context, batch)
+                found = measure(loaded, options.model or "8B shape, random weights", ids, batch, fractions)
+                rows += [{**row, "prompt": options.prompt} for row in found]
             except torch.OutOfMemoryError:
                 print(f"{batch} x {context}: no room")
-            gc.collect()
-            torch.cuda.empty_cache()
+            release()
             if rows:
                 recording.record(rows, options.name)
     print(recording.table(rows))
@@ -75,78 +84,97 @@ def random_8b() -> LoadedModel:
 
 
 @torch.no_grad()
-def measure(loaded: LoadedModel, title: str, context: int, batch: int) -> list[dict[str, Any]]:
+def measure(
+    loaded: LoadedModel, title: str, ids: torch.Tensor, batch: int, fractions: list[float]
+) -> list[dict[str, Any]]:
+    context = len(ids)
     shape = {"model": Path(title).name, "batch": batch, "context": context}
-    cache, prefill = prefilled(loaded, context)
+    cache, prefill = prefilled(loaded, ids)
     for number in range(loaded.geometry.n_layers if batch > 1 else 0):
         layer: Any = cache.layers[number]
         layer.keys = layer.keys.expand(batch, -1, -1, -1).contiguous()
         layer.values = layer.values.expand(batch, -1, -1, -1).contiguous()
     full = median_ms(time_full_steps(loaded, cache, context, STEPS))
     rows = []
-    for offload in ("none", "cpu"):
-        gc.collect()
-        torch.cuda.empty_cache()
-        build, steps, held = decode(loaded, cache, context, batch, offload)
+    for offload, fraction in [("none", 0.05), *(("cpu", fraction) for fraction in fractions)]:
+        release()
+        build, steps, decoder = decode(loaded, cache, context, batch, offload, fraction)
+        held = sum(sum(layer.gpu_bytes().values()) for layer in decoder.layers)
+        hits = page_hits(decoder)
         rows.append(
             {"name": "live_decode_step", "value": steps, "unit": "ms",
              "peer": "full attention, SDPA, CUDA graph", "peer_value": full, "ratio": full / steps,
-             "offload": offload, "gpu_bytes": held,
+             "offload": offload, "cache_fraction": fraction if offload == "cpu" else None,
+             "page_hit_ratio": hits, "gpu_bytes": held,
              "full_kv_bytes": batch * context * loaded.geometry.kv_bytes_per_token, **shape}
         )  # fmt: skip
         if offload == "none":
-            share = 100 * build / (prefill * batch)
-            rows.append(
-                {"name": "index_build_share", "value": share, "unit": "% of prefill", "peer": "prefill",
-                 "peer_value": None, "ratio": None, "build_ms": 1e3 * build,
-                 "prefill_ms": 1e3 * prefill * batch, **shape}
-            )  # fmt: skip
-        print(f"{shape} {offload}: step {steps:.2f} ms, full {full:.2f} ms, build {1e3 * build:.0f} ms, "
-              f"prefill {1e3 * prefill * batch:.0f} ms, held {held / 2**30:.2f} GiB", flush=True)  # fmt: skip
+            rows.append(share_row("index_build_share", build / (prefill * batch), prefill * batch,
+                                  {"build_ms": 1e3 * build, **shape}))  # fmt: skip
+        said = "" if hits is None else f", cache {fraction}, page hits {hits:.3f}"
+        print(f"{shape} {offload}{said}: step {steps:.2f} ms, full {full:.2f} ms, "
+              f"build {1e3 * build:.0f} ms, prefill {1e3 * prefill * batch:.0f} ms, "
+              f"held {held / 2**30:.2f} GiB", flush=True)  # fmt: skip
+        del decoder
+    if batch == 1:
+        del cache
+        release()
+        together, left = prefilled_and_built(loaded, ids, PLAN)
+        share = (together - prefill) / prefill
+        rows.append(share_row("index_build_share_overlapped", share, prefill,
+                              {"together_ms": 1e3 * together, "left_ms": 1e3 * left, **shape}))  # fmt: skip
+        print(f"{shape} built beside the prefill: {1e3 * together:.0f} ms against {1e3 * prefill:.0f}, "
+              f"{100 * share:.1f}% more, {1e3 * left:.0f} ms of it behind", flush=True)  # fmt: skip
     return rows
 
 
+def share_row(name: str, share: float, prefill: float, more: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name, "value": 100 * share, "unit": "% of prefill", "peer": "prefill", "peer_value": None,
+        "ratio": None, "prefill_ms": 1e3 * prefill, **more,
+    }  # fmt: skip
+
+
 def decode(
-    loaded: LoadedModel, cache: Any, context: int, batch: int, offload: str
-) -> tuple[float, float, int]:
-    """Seconds of a warm index build, median milliseconds of a step, bytes held on the GPU."""
-    plan = Plan(WaveIndex())
-    decoder = FusedDecoder(loaded, plan, new_tokens=STEPS + 8, offload=offload, cache_fraction=CACHE)
+    loaded: LoadedModel, cache: Any, context: int, batch: int, offload: str, fraction: float
+) -> tuple[float, float, FusedDecoder]:
+    """Seconds of a warm index build, median milliseconds of a greedy step, and the decoder."""
+    decoder = FusedDecoder(loaded, PLAN, new_tokens=STEPS + 8, offload=offload, cache_fraction=fraction)
 
     def build() -> None:
         decoder.start(lambda layer, number: sequence(cache, layer, number), [context] * batch)
 
-    with attention_through(loaded.model, decoder):
-        times = [seconds(build) for _ in range(2 if offload == "none" else 1)]
-        decoder.capture()
-        steps = median_ms([seconds(lambda: decoder.step([7] * batch)) for _ in range(STEPS)])
-    held = sum(sum(layer.gpu_bytes().values()) for layer in decoder.layers)
-    return times[-1], steps, held
-
-
-def prefilled(loaded: LoadedModel, context: int) -> tuple[Any, float]:
-    """A cache of ``context`` random tokens, filled in one pass, and the seconds of the best pass."""
-    generator = torch.Generator().manual_seed(context)
-    ids = torch.randint(3, 30000, (context,), generator=generator).to(loaded.device)
     times = []
-    for _ in range(2 if context <= 40000 else 1):
-        cache = new_cache()
-        times.append(seconds(lambda cache=cache: feed(loaded.model, ids, cache)))
-    return cache, min(times)
+    with attention_through(loaded.model, decoder):
+        builds = [seconds(build) for _ in range(2 if offload == "none" else 1)]
+        decoder.capture()
+        tokens: Any = [7] * batch
+        for _ in range(STEPS):
+            started = now()
+            logits = decoder.step(tokens)
+            times.append(now() - started)
+            tokens = logits.argmax(1)
+    return builds[-1], median_ms(times), decoder
+
+
+def page_hits(decoder: FusedDecoder) -> float | None:
+    """Pages found in the page caches of all layers, of those asked for since the capture."""
+    counted = [layer.cache.counters() for layer in decoder.layers if isinstance(layer, FusedWaveOffload)]
+    if not counted:
+        return None
+    hits, asked = torch.stack(counted).sum((0, 1))[1].tolist()
+    return hits / asked if asked else None
+
+
+def release() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def sequence(cache: Any, layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:
     if number == 0:
         return cached(cache, layer)
     return cache.layers[layer].keys[number], cache.layers[layer].values[number]
-
-
-def seconds(body: Any) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    body()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 def median_ms(times: list[float]) -> float:
