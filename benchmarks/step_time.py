@@ -89,11 +89,12 @@ def main() -> None:
         "--stages", action="store_true", help="time what a live step loses without each stage"
     )
     parser.add_argument("--no-offload", action="store_true", help="leave the page cache out")
-    parser.add_argument("--short", action="store_true", help="fit half of the settings, compare 14 others")
+    parser.add_argument(
+        "--short", action="store_true", help="fit half of the settings on the device, compare 14 others"
+    )
     options = parser.parse_args()
-    settings = KEPT if options.no_offload else KEPT + CACHED
-    if options.short:
-        settings = KEPT[::2] + KEPT[5::6]
+    settings = (KEPT[::2] + KEPT[5::6] if options.short else KEPT) + (() if options.no_offload else CACHED)
+    fitted_to = (ON_DEVICE[::2] if options.short else ON_DEVICE) + (() if options.no_offload else OFFLOADED)
     assert not set(settings) & {*ON_DEVICE, *OFFLOADED}, "a setting must not be one that was fitted"
     if out := os.environ.get("OUT"):
         recording.RESULTS = Path(out)
@@ -107,7 +108,7 @@ def main() -> None:
             name=name,
             progress=Told(),
             listener=fitted.append_step,
-            settings=ON_DEVICE[::2] if options.short else None,
+            settings=fitted_to,
         )
     if options.save:
         save_hardware(hardware, options.save, overwrite=True)
