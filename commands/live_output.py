@@ -53,9 +53,10 @@ def _show_step(output: Output, document: dict[str, Any]) -> None:
         f"decode step, median {cell(measured)} ms, predicted {cell(predicted)} ms on "
         f"{_machine(document['hardware'])}"
     )
-    step = {"total_ms": predicted, "terms": document["predicted_terms_ms"]}
+    step = {"total_ms": predicted, "terms": document["predicted_terms_ms"], "measured_ms": measured}
     title = f"predicted terms on {document['hardware']['name']}"
-    show_terms(output, {**step, "hidden_ms": document["predicted_hidden_ms"]}, title)
+    kernels = document["stages_ms"] if document["engine"] == "fused" else None
+    show_terms(output, {**step, "hidden_ms": document["predicted_hidden_ms"]}, title, kernels)
 
 
 def _machine(hardware: dict[str, Any]) -> str:

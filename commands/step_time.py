@@ -106,9 +106,17 @@ def show_prediction(output: Output, document: Mapping[str, Any]) -> None:
     output.line(_closing(document, largest))
 
 
-def show_terms(output: Output, step: Mapping[str, Any], title: str) -> None:
-    """The terms of a step that occur: ``total_ms, terms{…}, hidden_ms`` and, if known, ``bytes{…}``."""
+def show_terms(
+    output: Output, step: Mapping[str, Any], title: str, measured: Mapping[str, float] | None = None
+) -> None:
+    """The terms of a step that occur: ``total_ms, terms{…}, hidden_ms`` and, if known, ``bytes{…}``.
+
+    ``measured``: milliseconds by term, to stand beside; all that is no stage of attention is ``model``.
+    """
     moved = step.get("bytes")
+    if measured:
+        _show_beside(output, step, title, {**measured, "projections": measured.get("model", 0.0)})
+        return
     rows = [
         [label, _ms(step["terms"][term]), *([] if moved is None else [_bytes(moved[term])])]
         for term, label in LABELS.items()
@@ -119,6 +127,18 @@ def show_terms(output: Output, step: Mapping[str, Any], title: str) -> None:
         rows.append(["side by side with another term", f"-{_ms(step['hidden_ms'])}", *blank])
     rows.append(["step", _ms(step["total_ms"]), *blank])
     output.table(["term", "ms", *([] if moved is None else ["bytes"])], rows, title=title)
+
+
+def _show_beside(output: Output, step: Mapping[str, Any], title: str, measured: Mapping[str, float]) -> None:
+    """Terms predicted beside those measured, as kernels of one step."""
+    rows: list[list[Any]] = [
+        [label, *(_ms(terms[term]) if terms.get(term) else "" for terms in (measured, step["terms"]))]
+        for term, label in LABELS.items()
+        if step["terms"][term] or measured.get(term)
+    ]
+    rows.append(["side by side with another term", "", f"-{_ms(step['hidden_ms'])}"])
+    rows.append(["step", _ms(step["measured_ms"]), _ms(step["total_ms"])])
+    output.table(["term", "measured ms", "predicted ms"], rows, title=title)
 
 
 def _header(document: Mapping[str, Any]) -> str:

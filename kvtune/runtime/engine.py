@@ -67,7 +67,7 @@ class Timings:
     the time to the end of the model's own work as ``prefill``, slowed down by what is built meanwhile, and
     as ``index_build`` only what is left to wait for: the sum is what the user waits.
     ``steps`` and ``full_steps`` have one per decode step under the plan and with full attention;
-    ``stages`` adds up the parts of ``steps`` by name, as far as the engine tells them apart.
+    ``stages`` adds up the parts of ``stage_steps`` steps by name, as far as the engine tells them apart.
     """
 
     prefill: list[float] = field(default_factory=list)
@@ -75,6 +75,7 @@ class Timings:
     steps: list[float] = field(default_factory=list)
     full_steps: list[float] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
+    stage_steps: int = 0
 
 
 @dataclass(frozen=True)
@@ -187,6 +188,12 @@ class Engine(Protocol):
         """Go back to ``mark``: tokens, logits, index as they were; caches, log and counters empty.
 
         A mark from before the build has no index: going back there forgets it.
+        """
+
+    def measure_stages(self) -> None:
+        """Fill in ``timings.stages``, where that takes steps of its own: at the end of a run.
+
+        Tokens and index are as before, caches, log and counters empty.
         """
 
     def access_log(self, sample: int = 0, timeline: int = 0) -> AccessLog:

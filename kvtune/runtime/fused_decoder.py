@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvtune.caching import AccessLog, UnitAccesses
+from kvtune.caching import AccessLog, Unit, UnitAccesses
 from kvtune.models import LoadedModel, PassingCache, decode_step
 from kvtune.policies.plan import Plan
+from kvtune.runtime.block_cache import Counters, count_only
 from kvtune.runtime.fused_layer import FusedLayer, LayerStore
 from kvtune.runtime.fused_methods import fused_layer
+from kvtune.runtime.fused_offload import FusedWaveOffload
 from kvtune.runtime.fused_wave import room
 
 KeysValues = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -136,7 +138,7 @@ class FusedDecoder:
         return self._logits
 
     def step_through(
-        self, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], tokens: Sequence[int]
+        self, attend: Callable[[int, Tensor, Tensor, Tensor], Tensor], tokens: Tensor | Sequence[int]
     ) -> Tensor:
         """A step, kernel by kernel, whose attention goes through ``attend(layer, queries, keys, values)``."""
         graph, self._graph = self._graph, None
@@ -213,3 +215,23 @@ def access_log(decoder: FusedDecoder, context: int, sample: int = 0, timeline: i
             for head in range(layer.info.n_kv_heads):
                 log.units[sample, timeline, number, head] = decoder.accesses(number, head, context)
     return log
+
+
+def cache_answers(
+    decoder: FusedDecoder, log: AccessLog, capacity: int
+) -> dict[Unit, tuple[list[bool], Counters]]:
+    """Of each unit of ``log``, its hits in order and its counters.
+
+    They are the page cache's where a layer has one, else a block cache's of ``capacity`` pages that only
+    counts.
+    """
+    answers = {}
+    for unit, accesses in log:
+        layer, head = decoder.layers[unit[2]], unit[3]
+        if isinstance(layer, FusedWaveOffload):
+            assert layer.log is not None
+            counted = Counters(*layer.cache.counters()[head].tolist())
+            answers[unit] = (layer.log.hit_mask(head, decoder.steps), counted)
+        else:
+            answers[unit] = count_only(accesses, capacity)
+    return answers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -19,13 +20,13 @@ from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
 from kvtune.models import LoadedModel, attention_through, cached, sdpa
 from kvtune.policies.plan import Plan
-from kvtune.runtime.block_cache import Counters, count_only
+from kvtune.runtime import stage_times
+from kvtune.runtime.block_cache import Counters
 from kvtune.runtime.build_beside import BuildBeside
 from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, full_kv_bytes
 from kvtune.runtime.full_speed import time_full_steps
-from kvtune.runtime.fused_decoder import FusedDecoder, access_log, layer_window
+from kvtune.runtime.fused_decoder import FusedDecoder, access_log, cache_answers, layer_window
 from kvtune.runtime.fused_methods import offloads, plan_refusal
-from kvtune.runtime.fused_offload import FusedWaveOffload
 from kvtune.runtime.room import check_layers, free_bytes, free_host_bytes
 
 
@@ -162,7 +163,7 @@ class FusedEngine:
         if self._full:
             raise ValueError("there is nothing to build within full attention")
         self._context = context
-        new_tokens = max(self._options.longest - context, 1)
+        new_tokens = max(self._options.longest - context, 1) + stage_times.STEPS
         self._check_room(new_tokens)
         decoder = FusedDecoder(
             self.loaded,
@@ -253,6 +254,18 @@ class FusedEngine:
             self._decoder = None
         elif self._decoder is not None:
             self._decoder.rewind(mark.decoder)
+
+    def measure_stages(self) -> None:
+        """See :mod:`kvtune.runtime.stage_times`; on a GPU only, a note where it cannot be done."""
+        if self._decoder is None or self.loaded.device.type != "cuda":
+            return
+        mark = self._decoder.mark()
+        with self._through(self._decoder):
+            found, refused = stage_times.decode_stages(self._decoder, self._logits)
+        self._decoder.rewind(mark)
+        self.timings.stages, self.timings.stage_steps = found, stage_times.COUNTED
+        if not found:
+            self.notes.append(f"the step was not timed by stage: {refused}")
 
     def access_log(self, sample: int = 0, timeline: int = 0) -> AccessLog:
         if self._decoder is None:
@@ -360,23 +373,15 @@ class FusedEngine:
 
     def _cached(self, sample: int = 0, timeline: int = 0) -> dict[Unit, tuple[list[bool], Counters]]:
         """Hits in the order of the log and what the cache counted, of each unit."""
-        answers = {}
-        for unit, accesses in self.access_log(sample, timeline):
-            assert self._decoder is not None
-            layer, head = self._decoder.layers[unit[2]], unit[3]
-            if isinstance(layer, FusedWaveOffload):
-                assert layer.log is not None
-                requests, pages, tokens = layer.cache.counters()[head].tolist()
-                counted = Counters(requests, pages, tokens)
-                answers[unit] = (layer.log.hit_mask(head, self._decoder.steps), counted)
-            else:
-                capacity = capacity_pages(self._options.cache_fraction, self._context)
-                answers[unit] = count_only(accesses, capacity)
-        return answers
+        if self._decoder is None:
+            return {}
+        capacity = capacity_pages(self._options.cache_fraction, self._context)
+        return cache_answers(self._decoder, self.access_log(sample, timeline), capacity)
 
     def _check_room(self, new_tokens: int) -> None:
         """Refuse what the GPU or the host has no room for before anything is taken."""
         geometry = self.loaded.geometry
+        gc.collect()  # a decoder refers to itself: the last one may still be there
         free = free_bytes(self.loaded.device)
         if free is not None and not self._session.length:  # the model's own cache is still to come
             free -= self._options.longest * geometry.kv_bytes_per_token

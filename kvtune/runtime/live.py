@@ -73,7 +73,8 @@ def live(
     ``replayed_hit_ratio`` is the simulator's on the same accesses (``replay_equal``: access by access, in all
     passes), ``forecast_hit_ratio`` the simulator's on what the plan asks given full attention's queries of
     the same tokens (forced) or of its own answers (free), beside that run's ``live`` ratios. ``prefill_ms``
-    and ``index_build_ms`` are per sample, ``stages_ms`` per step. ``gpu_bytes`` and ``host_bytes`` are of the
+    and ``index_build_ms`` are per sample, ``stages_ms`` per step (of the fused engine: what the kernels of a
+    few steps at the end took; they may overlap). ``gpu_bytes`` and ``host_bytes`` are of the
     longest sequence; ``bytes_are`` ``counted`` where the engine moves nothing. ``predicted_step_ms`` is what
     ``predict`` says, ``predicted_terms_ms`` its parts: together ``predicted_hidden_ms`` more, as some of them
     pass side by side. A run that is interrupted (Ctrl-C) after an answer returns what it has, with
@@ -97,6 +98,7 @@ def live(
         with opened, (progress or silent).task("live decoding", total) as task:
             for number, sample in enumerate(given):
                 runner(number, sample, task.advance)
+            opened.measure_stages()
     except KeyboardInterrupt:
         if not run.answers:
             raise

@@ -54,9 +54,7 @@ def live_document(
         "step_ms": _quantiles_ms(times.steps),
         "full_step_ms": _quantiles_ms(times.full_steps),
         **_prediction(predicted),
-        "stages_ms": {
-            name: 1e3 * seconds / len(times.steps) for name, seconds in times.stages.items() if times.steps
-        },
+        "stages_ms": {name: 1e3 * seconds / times.stage_steps for name, seconds in times.stages.items()},
         **_bytes(run),
         "score": task_scores(run.free_answers, seed),
         "per_turn": _per_turn(run, seed),

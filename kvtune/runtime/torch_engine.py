@@ -132,6 +132,7 @@ class TorchEngine:
         (self.timings.full_steps if full else self.timings.steps).append(self._now() - started)
         if not full:
             self._passed = self.length
+            self.timings.stage_steps += self._hook.sequence.stages is not None
         return self.logits.float()
 
     @contextmanager
@@ -159,6 +160,9 @@ class TorchEngine:
         self._session.rewind(mark.place)
         self._passed, self._built = mark.passed, mark.built
         self._hook.sequence.layers = {number: state.fork() for number, state in mark.layers.items()}
+
+    def measure_stages(self) -> None:
+        """Nothing to do: on a CPU every step is timed by stage as it goes."""
 
     def access_log(self, sample: int = 0, timeline: int = 0) -> AccessLog:
         return self._hook.sequence.access_log(sample, timeline)
