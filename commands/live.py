@@ -88,6 +88,12 @@ def live(
             help="Run at each value of 'budget' (the policy's own), 'cache' (the fraction) or a parameter.",
         ),
     ] = None,
+    batch: Annotated[
+        int | None,
+        typer.Option(
+            "--batch", min=1, help="Also decode so many of the prompts together (fused engine), for speed."
+        ),
+    ] = None,
     hardware: Annotated[
         str | None,
         typer.Option("--hardware", help="Also predict the step on a machine: h200, h100, ... or a file."),
@@ -112,8 +118,8 @@ def live(
         raise InputError("--task and --prompts exclude each other")
     if sweep is None:
         refuse_given({"out": out}, "--sweep")
-    elif record is not None:
-        raise InputError("--record and --sweep exclude each other")
+    elif record is not None or batch is not None:
+        raise InputError(f"--{'batch' if record is None else 'record'} and --sweep exclude each other")
     swept = None if sweep is None else parse_sweep(sweep)
     settings = parse_settings(set_)
     output = Output(json=json, quiet=quiet)
@@ -139,7 +145,7 @@ def live(
         folder = out or Path(f"{plan.policy.name}.sweep")
         run.sweep(*swept, folder, overwrite, {**options, "free": bool(free)})
     else:
-        run.live(record, overwrite, {**options, "free": free is not False})
+        run.live(record, overwrite, {**options, "free": free is not False, "batch": batch})
 
 
 @dataclass

@@ -26,6 +26,8 @@ def show_run(output: Output, document: dict[str, Any]) -> None:
     output.table(_COLUMNS, rows)
     if "hardware" in document:
         _show_step(output, document)
+    if document["batch"] is not None:
+        _show_batch(output, document["batch"])
     if len(document["per_turn"]) > 1:
         columns = ["turn", "KL", "ΔNLL", "interval", "top-1", "score", "full attention's"]
         output.table(columns, [_turn(row) for row in document["per_turn"]], title="Turn by turn")
@@ -57,6 +59,26 @@ def _show_step(output: Output, document: dict[str, Any]) -> None:
     title = f"predicted terms on {document['hardware']['name']}"
     kernels = document["stages_ms"] if document["engine"] == "fused" else None
     show_terms(output, {**step, "hidden_ms": document["predicted_hidden_ms"]}, title, kernels)
+
+
+def _show_batch(output: Output, batch: dict[str, Any]) -> None:
+    """What a batch decodes in a second, beside full attention."""
+    shortest, longest = min(batch["lengths"]), max(batch["lengths"])
+    lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,}–{longest:,}"
+    step, rate = batch["step_ms"]["p50"], batch["tokens_per_second"]
+    several = "1 sequence" if batch["size"] == 1 else f"{batch['size']:,} sequences together"
+    line = f"{several}, {lengths} tokens: {cell(step)} ms a step, {rate:,.0f} tokens/s"
+    if batch["predicted_step_ms"] is not None:
+        line += f", predicted {cell(batch['predicted_step_ms'])} ms"
+    full, full_rate = batch["full_step_ms"]["p50"], batch["full_tokens_per_second"]
+    if full is not None:
+        line += f"; full attention {cell(full)} ms, {full_rate:,.0f} tokens/s ({rate / full_rate:.2f}x)"
+    output.line(line)
+    held, same = batch["gpu_bytes"], batch["same_tokens"]
+    output.line(
+        f"{bytes_text(held['total'])} on the GPU, {bytes_text(batch['host_bytes'])} on the host (full "
+        f"attention {bytes_text(held['full_kv'])}); {same:.1%} of the tokens as each decodes alone"
+    )
 
 
 def _machine(hardware: dict[str, Any]) -> str:

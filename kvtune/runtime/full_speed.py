@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import DynamicCache
 
 from kvtune.models import LoadedModel, PassingCache, attention_through, decode_step
+
+
+class Held(Protocol):
+    """A cache: ``layers`` have ``keys`` [B, H, N, d] and ``values`` [B, H, N, dv]."""
+
+    @property
+    def layers(self) -> Sequence[Any]: ...
 
 
 class _FixedLength:
     """Attends the first ``length`` tokens of a cache (those in its layer's window), whatever the step."""
 
-    def __init__(self, loaded: LoadedModel, cache: DynamicCache, length: int) -> None:
+    def __init__(self, loaded: LoadedModel, cache: Held, length: int) -> None:
         self.loaded, self.cache, self.length = loaded, cache, length
 
     def __call__(
@@ -31,7 +38,7 @@ class _FixedLength:
         return out.transpose(1, 2), None
 
 
-def time_full_steps(loaded: LoadedModel, cache: DynamicCache, length: int, steps: int) -> list[float]:
+def time_full_steps(loaded: LoadedModel, cache: Held, length: int, steps: int) -> list[float]:
     """Seconds of each of ``steps`` decode steps over the first ``length`` tokens of ``cache``.
 
     All sequences of the cache take part; every step is at the same position and none is kept. Empty where

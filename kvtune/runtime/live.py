@@ -20,21 +20,16 @@ from kvtune.runtime.decoding import Answer, Segment, forced_pass, free_pass, ful
 from kvtune.runtime.engine import OFFLOAD, Engine, EngineOptions, open_engine
 from kvtune.runtime.forecast import QueryRecorder, RecordedSteps, forecast_log, sparse_layers
 from kvtune.runtime.live_trace import LiveTrace, SampleTrace
-from kvtune.runtime.measurements import CachePass, FreeAnswer, LiveRun
+from kvtune.runtime.measurements import CachePass, FreeAnswer, LiveRun, Predict
 from kvtune.runtime.report import live_document
 from kvtune.runtime.scoring import Scorer
 from kvtune.workloads import Request, Sample, Workload
 
 if TYPE_CHECKING:
     from kvtune.hardware import StepCost
+    from kvtune.runtime.batch_run import BatchRun
 
 DEFAULT_STEPS = 32
-
-Predict = Callable[[LiveRun, Plan], "StepCost"]
-"""A cost model of a run's decode step, like ``runtime.step_prediction.StepPredictor``.
-
-``InputError`` says why it cannot tell; that becomes a note.
-"""
 
 
 def live(
@@ -51,6 +46,7 @@ def live(
     forecast: bool = True,
     workload: Workload | None = None,
     record: LiveTrace | None = None,
+    batch: int | None = None,
     predict: Predict | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -77,11 +73,13 @@ def live(
     few steps at the end took; they may overlap). ``gpu_bytes`` and ``host_bytes`` are of the
     longest sequence; ``bytes_are`` ``counted`` where the engine moves nothing. ``predicted_step_ms`` is what
     ``predict`` says, ``predicted_terms_ms`` its parts: together ``predicted_hidden_ms`` more, as some of them
-    pass side by side. A run that is interrupted (Ctrl-C) after an answer returns what it has, with
-    ``interrupted`` true.
+    pass side by side. ``batch``: so many sequences are then decoded together (``BatchRun.measure`` of
+    ``runtime.batch_run`` has its keys; ``None`` without). A run that is interrupted (Ctrl-C) after an answer
+    returns what it has, with ``interrupted`` true.
 
     Raises ``InputError`` for a cache fraction outside (0, 1], a policy that evicts, an unknown engine, no
-    decode steps, no requests, or a timeline beyond the model's positions.
+    decode steps, no requests, or a timeline beyond the model's positions; for a batch below 1, one that has
+    no room, and one without the fused engine.
     """
     chosen = as_plan(get_policy(plan) if isinstance(plan, str) else plan)
     given = list(samples)
@@ -89,6 +87,7 @@ def live(
     check_samples(loaded.geometry, given, decode)
     wanted = EngineOptions(cache_fraction, longest_timeline(given, decode), offload)
     opened = open_engine(engine, loaded, chosen, wanted)
+    together = None if batch is None else _batch_kind().of(batch, opened, engine, wanted, given, decode)
     if record is not None:
         record.begin()
     run = LiveRun(CachePass(cache_fraction), CachePass(cache_fraction), timings=opened.timings)
@@ -106,6 +105,8 @@ def live(
     if record is not None:
         record.finish()
     run.engine = {"engine": opened.name, "offload": opened.offload, "notes": list(opened.notes)}
+    if together is not None and not run.interrupted:
+        together.measure(run, predict, progress)
     return live_document(run, chosen, loaded.geometry, seed, _predicted(predict, run, chosen))
 
 
@@ -207,6 +208,16 @@ class _Full:
     forced: list[dict[int, RecordedSteps]] = field(default_factory=list)
     free: list[dict[int, RecordedSteps]] = field(default_factory=list)
     free_answers: list[tuple[int, ...]] = field(default_factory=list)
+
+
+def _batch_kind() -> type[BatchRun]:
+    """Loaded when it is asked for: it brings the kernels' compiler, which need not be installed."""
+    try:
+        from kvtune.runtime.batch_run import BatchRun
+    except ImportError as error:
+        message = f"--batch decodes by the fused engine, which cannot be loaded ({error})"
+        raise InputError(message, "leave out --batch") from None
+    return BatchRun
 
 
 def _predicted(predict: Predict | None, run: LiveRun, plan: Plan) -> StepCost | None:

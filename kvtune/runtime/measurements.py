@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,7 +14,16 @@ from kvtune.runtime.comparison import AnswerComparison
 from kvtune.runtime.engine import Engine, HeldBytes, Timings
 from kvtune.runtime.layer_reads import LayerReads
 
+if TYPE_CHECKING:
+    from kvtune.hardware import StepCost
+
 UNITS = ("page", "request", "token")
+
+Predict = Callable[..., "StepCost"]
+"""A cost model of a run's decode step, ``(run, plan)`` or, of several sequences, ``(run, plan, batch)``.
+
+Like ``runtime.step_prediction.StepPredictor``. ``InputError`` says why it cannot tell; that becomes a note.
+"""
 
 
 @dataclass
@@ -104,7 +114,8 @@ class LiveRun:
 
     ``prefill`` and ``index_build``: seconds of each sample's dense prefill before its index, and of the
     index. ``reads``: by layer, on the forced tokens (empty without a forecast). ``held`` is of the longest
-    sequence. ``interrupted``: the user stopped the run.
+    sequence. ``batch``: several sequences decoded together, where asked (see ``runtime.batch_run``).
+    ``interrupted``: the user stopped the run.
     """
 
     forced: CachePass
@@ -118,6 +129,7 @@ class LiveRun:
     held: HeldBytes | None = None
     timings: Timings = field(default_factory=Timings)
     engine: dict[str, Any] = field(default_factory=dict)
+    batch: dict[str, Any] | None = None
     interrupted: bool = False
 
     _visible: float = 0.0

@@ -14,6 +14,7 @@ from kvtune.caching import Tally
 from kvtune.geometry import ModelGeometry
 from kvtune.policies.plan import Plan
 from kvtune.runtime.comparison import AnswerComparison
+from kvtune.runtime.engine import HeldBytes
 from kvtune.runtime.measurements import CachePass, FreeAnswer, LiveRun
 from kvtune.runtime.scoring import score_of, task_scores
 
@@ -51,13 +52,14 @@ def live_document(
         "full_tokens_per_second": _rate(times.full_steps),
         "prefill_ms": _mean_ms(run.prefill),
         "index_build_ms": _mean_ms(run.index_build),
-        "step_ms": _quantiles_ms(times.steps),
-        "full_step_ms": _quantiles_ms(times.full_steps),
+        "step_ms": quantiles_ms(times.steps),
+        "full_step_ms": quantiles_ms(times.full_steps),
         **_prediction(predicted),
         "stages_ms": {name: 1e3 * seconds / times.stage_steps for name, seconds in times.stages.items()},
         **_bytes(run),
         "score": task_scores(run.free_answers, seed),
         "per_turn": _per_turn(run, seed),
+        "batch": run.batch,
     }
 
 
@@ -133,12 +135,17 @@ def _bytes(run: LiveRun) -> dict[str, Any]:
     held = run.held
     if held is None:
         return {"gpu_bytes": None, "host_bytes": None, "bytes_are": None}
-    gpu = {name: getattr(held, name) for name in ("cache", "index", "buffers", "steady", "total", "full_kv")}
     return {
-        "gpu_bytes": gpu,
+        "gpu_bytes": gpu_bytes(held),
         "host_bytes": held.host,
         "bytes_are": "counted" if held.counted else "allocated",
     }
+
+
+def gpu_bytes(held: HeldBytes) -> dict[str, int]:
+    """What is held on the GPU by purpose, ``total``, and ``full_kv`` beside it."""
+    names = ("cache", "index", "buffers", "steady", "total", "full_kv")
+    return {name: getattr(held, name) for name in names}
 
 
 def _rate(seconds: Sequence[float]) -> float | None:
@@ -149,7 +156,8 @@ def _mean_ms(seconds: Sequence[float]) -> float | None:
     return 1e3 * float(np.mean(seconds)) if seconds else None
 
 
-def _quantiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
+def quantiles_ms(seconds: Sequence[float]) -> dict[str, float | None]:
+    """``p50`` and ``p95`` in milliseconds; ``None`` without any."""
     if not seconds:
         return {"p50": None, "p95": None}
     p50, p95 = np.quantile(1e3 * np.asarray(seconds), [0.5, 0.95])

@@ -1,4 +1,4 @@
-"""Whether a run fits the GPU, asked before anything large is read."""
+"""Whether a run fits the GPU and the host, asked before anything large is read."""
 
 from __future__ import annotations
 
@@ -79,6 +79,42 @@ def check_layers(layers: int, rows: int, row_bytes: int, device: int | None, hos
             f"keys and values of {layers} layers need {_gib(layers * layer)} of pinned host memory, but "
             f"{_gib(host)} are free",
             "use --offload none, or lower --context",
+        )
+
+
+def check_batch(
+    geometry: ModelGeometry,
+    size: int,
+    rows: int,
+    cached: float | None,
+    device: int | None,
+    host: int | None,
+) -> None:
+    """Refuse to decode ``size`` sequences of up to ``rows`` tokens together where they have no room.
+
+    Counted are the sequences' own keys and values with an index of an eighth more, and one or two further
+    sequences: the one that is being prefilled, and its decoding alone. ``cached``: the share of a sequence
+    whose keys and values stay on the device, the rest going to host memory (``None``: all stay). ``device``
+    and ``host`` are free bytes (``None``: not asked). Raises ``InputError`` that says what would fit.
+    """
+    kv = rows * geometry.kv_bytes_per_token
+    layer = kv // geometry.n_layers
+    if cached is None:
+        each, first, in_host = kv * 9 // 8, kv * 9 // 4, 0
+    else:  # an eighth of index, an eighth of buffers, and a layer on its way to the host
+        each = int(kv * (cached + 0.25)) + 2 * layer
+        first, in_host = kv + each, kv + 2 * layer
+    for free, one, fixed, place in (
+        (device, each, first + WORKING_BYTES, "on the GPU"),
+        (host, in_host, 0, "of host memory"),
+    ):
+        if free is None or fixed + size * one <= free:
+            continue
+        fits = max(free - fixed, 0) // one
+        raise InputError(
+            f"{size} sequences of up to {rows:,} tokens need about {_gib(fixed + size * one)} {place}, but "
+            f"{_gib(free)} are free",
+            f"a batch of {fits} would fit: use --batch {fits}" if fits else "lower --context",
         )
 
 

@@ -28,17 +28,21 @@ _SAME_MEMORY = 0.15
 
 @dataclass(frozen=True)
 class StepPredictor:
-    """The ``predict`` of :func:`kvtune.live`: one sequence's step by the fused kernels on ``hardware``."""
+    """The ``predict`` of :func:`kvtune.live`: a step by the fused kernels on ``hardware``."""
 
     hardware: Hardware
     loaded: LoadedModel
 
-    def __call__(self, run: LiveRun, plan: Plan) -> StepCost:
-        """Raises ``InputError`` where the run or the machine does not say enough."""
+    def __call__(self, run: LiveRun, plan: Plan, batch: int = 1) -> StepCost:
+        """The step of ``batch`` sequences, each like the run's mean.
+
+        Raises ``InputError`` where the run or the machine does not say enough.
+        """
         return step_cost(
             self.hardware,
             self.loaded.geometry,
             live_traffic(run, plan, self.loaded.geometry),
+            batch=batch,
             weights_bytes=weights_read(self.loaded),
             offload=run.engine["offload"],
         )

@@ -85,8 +85,10 @@ def sweep(
     has the live measures and ``forecast`` (``page, request, token`` from full attention's queries, and
     ``difference_points`` to the live page hits). With ``out``, that folder receives ``sweep.json`` and
     ``sweep.html`` (the curves). Interrupted, it keeps the settings that are done, and the answers of the one
-    under way. ``options`` are those of ``live``.
+    under way. ``options`` are those of ``live``, without a batch.
     """
+    if options.get("batch") is not None:
+        raise InputError("--batch and --sweep exclude each other")
     parameter, settings = settings_of(plan, cache_fraction, name, values)
     if out is not None:
         check_absent(Path(out), (DOCUMENT, PAGE), overwrite)

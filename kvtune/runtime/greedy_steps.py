@@ -1,0 +1,95 @@
+"""Timed greedy steps of a fused decoder, and what it holds."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvtune.models import LoadedModel
+from kvtune.runtime.engine import HeldBytes, full_kv_bytes
+from kvtune.runtime.fused_decoder import FusedDecoder
+
+TRIALS = 2
+"""Steps that capturing a graph makes and takes back: a decoder needs room for them."""
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """tokens [B, steps], and the seconds of each step."""
+
+    tokens: Tensor
+    seconds: list[float]
+
+
+def capture_step(decoder: FusedDecoder, notes: list[str]) -> bool:
+    """Make the step a CUDA graph and run it once. Whether it is one; a note says why it could not be."""
+    device = decoder.loaded.device
+    if device.type != "cuda":
+        return False
+    try:
+        decoder.capture()
+    except RuntimeError as error:
+        note = f"a step of the batch could not be captured as a CUDA graph ({error}); it runs eagerly"
+        if note not in notes:
+            notes.append(note)
+        return False
+    mark = decoder.mark()
+    decoder.step(torch.zeros(len(decoder.lengths), dtype=torch.int64, device=device))
+    decoder.rewind(mark)
+    return True
+
+
+def greedy_steps(
+    decoder: FusedDecoder, first: Tensor, steps: int, advance: Callable[[], None] = lambda: None
+) -> Decoded:
+    """``steps`` greedy tokens of every sequence, behind its ``first`` [B]."""
+    tokens, seconds = [first], []
+    for _ in range(steps):
+        started = _now(decoder.loaded)
+        logits = decoder.step(tokens[-1])
+        seconds.append(_now(decoder.loaded) - started)
+        tokens.append(likeliest(decoder.loaded, logits))
+        advance()
+    return Decoded(torch.stack(tokens[1:], 1), seconds)
+
+
+def likeliest(loaded: LoadedModel, logits: Tensor) -> Tensor:
+    """Each row's most likely token [B] that does not end the text: every sequence goes on to the end."""
+    banned = torch.tensor(sorted(loaded.eos_ids), dtype=torch.int64, device=logits.device)
+    return logits.index_fill(1, banned, -torch.inf).argmax(1)
+
+
+def held_by(decoder: FusedDecoder) -> HeldBytes:
+    """Bytes of all sequences of a decoder."""
+    total = {"kv": 0, "cache": 0, "index": 0, "buffers": 0}
+    for layer in decoder.layers:
+        for name, size in layer.gpu_bytes().items():
+            total[name] += size
+    return HeldBytes(
+        cache=total["cache"],
+        index=total["index"],
+        buffers=total["buffers"],
+        steady=total["kv"],
+        host=sum(layer.host_bytes() for layer in decoder.layers),
+        full_kv=sum(full_kv_bytes(decoder.loaded.geometry, length) for length in decoder.lengths),
+        counted=False,
+    )
+
+
+def release(loaded: LoadedModel) -> None:
+    """Give back what is no longer used, so that it counts as free."""
+    gc.collect()
+    if loaded.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _now(loaded: LoadedModel) -> float:
+    """Seconds, with the device at rest."""
+    if loaded.device.type == "cuda":
+        torch.cuda.synchronize(loaded.device)
+    return time.perf_counter()
