@@ -65,6 +65,8 @@ def check() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     for dtype, n, n_centroids, n_segments, dim in [
         (torch.bfloat16, 8192, 512, 1, 128),
+        (torch.bfloat16, 16384, 1024, 2, 128),
+        (torch.bfloat16, 16384, 512, 4, 64),
         (torch.bfloat16, 5001, 312, 4, 128),
         (torch.float16, 3000, 180, 3, 64),
         (torch.float32, 2500, 150, 2, 96),

@@ -18,6 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kvtune.clustering import kmeans_kernels as kernels
 
+NARROW_FROM = 4096
+"""Tokens of a segment from which its passes have 8-bit operands: below, launches are what takes time."""
 GAIN = 16.0
 """Unit centroids are stored at 8 bits times this, which keeps items from 1e-4 to 28 apart from zero."""
 _NARROW = torch.float8_e4m3fn
@@ -52,7 +54,7 @@ def refine(keys: Tensor, mean: Tensor, centroids: Tensor, n_segments: int, passe
     keys = _loadable(keys)
     problems = Problems(keys, mean, centroids.shape[1], n_segments)
     wide = WideKeys(problems, keys, centroids.to(product_dtype(keys)).contiguous())
-    if passes < 3 or keys.shape[2] % 16:
+    if passes < 3 or problems.length < NARROW_FROM or keys.shape[2] % 16:
         for _ in range(passes):
             wide.step(wide)
         return wide.centroids.float()
