@@ -29,7 +29,8 @@ HEADS, TOKENS, DIM, SEGMENTS, CENTROIDS, ITERATIONS = 8, 131072, 128, 16, 8192, 
 LOCAL_FLOP = 2.0 * HEADS * TOKENS * (CENTROIDS // SEGMENTS) * DIM
 GLOBAL_FLOP = 2.0 * HEADS * TOKENS * CENTROIDS * DIM
 SHAPES = [
-    Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 4), Tiles(256, 64, 8, 4), Tiles(64, 64, 4, 4), Tiles(128, 128, 8, 3),
+    Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 4), Tiles(128, 64, 4, 5), Tiles(64, 64, 4, 4),
+    Tiles(64, 128, 4, 3), Tiles(128, 128, 8, 3),
 ]  # fmt: skip
 
 
