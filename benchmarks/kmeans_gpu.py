@@ -19,11 +19,11 @@ from typing import Any
 
 import record as recording
 import torch
-from gpu_clock import milliseconds
+from gpu_clock import graphed, milliseconds
 from torch import Tensor
 
 from kvtune.clustering import backends, members, segmented_kmeans, torch_kmeans, triton_kmeans
-from kvtune.clustering.triton_kmeans import NarrowKeys, Problems, Tiles, WideKeys
+from kvtune.clustering.triton_kmeans import Means, NarrowKeys, Problems, Tiles, WideKeys
 
 HEADS, TOKENS, DIM, SEGMENTS, CENTROIDS, ITERATIONS = 8, 131072, 128, 16, 8192, 10
 LOCAL_FLOP = 2.0 * HEADS * TOKENS * (CENTROIDS // SEGMENTS) * DIM
@@ -32,6 +32,8 @@ SHAPES = [
     Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 4), Tiles(128, 64, 4, 5), Tiles(64, 64, 4, 4),
     Tiles(64, 128, 4, 3), Tiles(128, 128, 8, 3),
 ]  # fmt: skip
+MEANS = [Means(1, 16, 1), Means(2, 8, 1), Means(2, 16, 1), Means(4, 8, 1), Means(2, 16, 2), Means(4, 16, 4),
+         Means(8, 4, 4)]  # fmt: skip
 
 
 def main() -> None:
@@ -170,7 +172,7 @@ def sweep(keys: Tensor) -> None:
         for operands, flop in ((wide, LOCAL_FLOP), (narrow, LOCAL_FLOP), (everywhere, GLOBAL_FLOP)):
             try:
                 operands.use(tiles)
-                time = milliseconds(operands.assign, repeats=5 if operands is everywhere else 20)
+                time = graphed(operands.assign)
                 cells.append(f"{time:.3f} {flop / time / 1e9:4.0f}")
             except Exception as error:  # a shape too large for the chip must not end the sweep
                 cells.append(f"{type(error).__name__} {str(error)[:40]}")
@@ -180,17 +182,17 @@ def sweep(keys: Tensor) -> None:
     wide.assign()
     sizes = local.sizes.clone()
     order = lambda: triton_kmeans.sort_by_cluster(local.assignment, local.ranks, local.sizes)  # noqa: E731
-    print(f"sort by cluster {milliseconds(order):.3f} ms; move, rows x warps, ms:  16 bits  8 bits")
-    for rows, warps in [(4, 1), (8, 1), (16, 1), (32, 1), (32, 2)]:
+    print(f"sort by cluster {graphed(order):.3f} ms; sort and move, ms:  16 bits  8 bits")
+    for means in MEANS:
         times = []
         for operands in (wide, narrow):
 
-            def move(operands: Any = operands, rows: int = rows, warps: int = warps) -> None:
+            def move(operands: Any = operands, means: Means = means) -> None:
                 local.sizes.copy_(sizes)
-                operands.move(operands, rows, warps)
+                operands.move(operands, means)
 
-            times.append(f"{milliseconds(move):.3f}")
-        print(f"  {rows:2d} x {warps}: {'  '.join(times)}", flush=True)
+            times.append(f"{graphed(move):.3f}")
+        print(f"  {means}: {'  '.join(times)}", flush=True)
 
 
 def components(keys: Tensor) -> None:

@@ -130,63 +130,84 @@ def place_kernel(assignment, ranks, ends, order, n, n_clusters, BLOCK: tl.conste
 
 
 @triton.jit
-def _sum_rows(values, scales, order, count, dim, DIM: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr):
-    """Float32 sum of rows ``order[0…count-1]`` of values [_, dim], each times its scale if ``SCALED``."""
+def _sum_rows(
+    values, scales, order, first, counts, dim,
+    TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums [TOGETHER, DIM] of the rows ``order[first … first + counts]`` of values [_, dim].
+
+    first and counts [TOGETHER]; each row is times its scale if ``SCALED``.
+    """
     columns = tl.arange(0, DIM)
-    total = tl.zeros([DIM], tl.float32)
-    for start in tl.range(0, count, ROWS):
+    totals = tl.zeros([TOGETHER, DIM], tl.float32)
+    for start in tl.range(0, tl.max(counts), ROWS):
         slots = start + tl.arange(0, ROWS)
-        rows = tl.load(order + slots, mask=slots < count, other=0).to(tl.int64)
-        inside = (slots < count)[:, None] & (columns < dim)[None, :]
-        block = tl.load(values + rows[:, None] * dim + columns[None, :], mask=inside, other=0.0)
+        used = slots[None, :] < counts[:, None]
+        rows = tl.load(order + first[:, None] + slots[None, :], mask=used, other=0).to(tl.int64)
+        inside = used[:, :, None] & (columns < dim)[None, None, :]
+        block = tl.load(values + rows[:, :, None] * dim + columns[None, None, :], mask=inside, other=0.0)
         block = block.to(tl.float32)
         if SCALED:
-            block *= tl.load(scales + rows, mask=slots < count, other=0.0)[:, None]
-        total += tl.sum(block, 0)
-    return total
+            block *= tl.load(scales + rows, mask=used, other=0.0)[:, :, None]
+        totals += tl.sum(block, 1)
+    return totals
 
 
 @triton.jit
 def sum_kernel(
-    values, order, ends, sizes, sums, n, n_clusters, width, WIDTH: tl.constexpr, ROWS: tl.constexpr
-):
-    """Float32 sum of the values of each cluster."""
+    values, order, ends, sizes, sums, n, n_clusters, dim,
+    TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Float32 sums of the values of each cluster; ``TOGETHER`` clusters a program."""
     head = tl.program_id(1).to(tl.int64)
-    cluster = head * n_clusters + tl.program_id(0)
-    count = tl.load(sizes + cluster)
-    members = order + head * n + tl.load(ends + cluster) - count
-    total = _sum_rows(values + head * n * width, values, members, count, width, WIDTH, ROWS, False)
-    columns = tl.arange(0, WIDTH)
-    tl.store(sums + cluster * width + columns, total, mask=columns < width)
+    own = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    there = own < n_clusters
+    clusters = head * n_clusters + own
+    counts = tl.load(sizes + clusters, mask=there, other=0)
+    first = tl.load(ends + clusters, mask=there, other=0) - counts
+    totals = _sum_rows(
+        values + head * n * dim, values, order + head * n, first, counts, dim, TOGETHER, DIM, ROWS, False
+    )
+    columns = tl.arange(0, DIM)
+    inside = there[:, None] & (columns < dim)[None, :]
+    tl.store(sums + clusters[:, None] * dim + columns[None, :], totals, mask=inside)
 
 
 @triton.jit
 def move_kernel(
     keys, scales, mean, order, ends, sizes, before, after, gain_before, gain_after,
     stride, length, segments, width, dim,
-    DIM: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, ROUNDED: tl.constexpr,
+    TOGETHER: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr,
+    SCALED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """Normalised means of the clusters, times ``gain_after``; an empty cluster keeps its centroid.
 
     Keys are centred and scaled where ``SCALED``, else as they are; ``ROUNDED`` for 8-bit centroids. Zeroes
-    ``sizes``.
+    ``sizes``. ``TOGETHER`` clusters a program.
     """
     problem = tl.program_id(1).to(tl.int64)
     head = problem // segments
-    cluster = problem * width + tl.program_id(0)
-    count = tl.load(sizes + cluster)
-    tl.store(sizes + cluster, 0)
-    members = order + problem * length + tl.load(ends + cluster) - count
-    first = head * stride + (problem % segments) * length
-    total = _sum_rows(keys + first * dim, scales + first, members, count, dim, DIM, ROWS, SCALED)
+    own = tl.program_id(0) * TOGETHER + tl.arange(0, TOGETHER)
+    there = own < width
+    clusters = problem * width + own
+    counts = tl.load(sizes + clusters, mask=there, other=0)
+    tl.store(sizes + clusters, 0, mask=there)
+    first = tl.load(ends + clusters, mask=there, other=0) - counts
+    start = head * stride + (problem % segments) * length
+    totals = _sum_rows(
+        keys + start * dim, scales + start, order + problem * length, first, counts, dim,
+        TOGETHER, DIM, ROWS, SCALED,
+    )  # fmt: skip
     columns = tl.arange(0, DIM)
-    inside = columns < dim
     if not SCALED:
-        total -= count * tl.load(mean + head * dim + columns, mask=inside, other=0.0)
-    norm = tl.sqrt(tl.sum(total * total, 0))
-    unit = total / tl.where(norm > 0, norm, 1.0)
-    kept = tl.load(before + cluster * dim + columns, mask=inside, other=0.0).to(tl.float32) / gain_before
-    moved = tl.where(count > 0, unit, kept) * gain_after
+        centre = tl.load(mean + head * dim + columns, mask=columns < dim, other=0.0)
+        totals -= counts[:, None] * centre[None, :]
+    norms = tl.sqrt(tl.sum(totals * totals, 1))
+    units = totals / tl.where(norms > 0, norms, 1.0)[:, None]
+    places = clusters[:, None] * dim + columns[None, :]
+    inside = there[:, None] & (columns < dim)[None, :]
+    kept = tl.load(before + places, mask=inside, other=0.0).to(tl.float32) / gain_before
+    moved = tl.where((counts > 0)[:, None], units, kept) * gain_after
     if ROUNDED:
         moved = _rounded(moved)
-    tl.store(after + cluster * dim + columns, moved.to(after.dtype.element_ty), mask=inside)
+    tl.store(after + places, moved.to(after.dtype.element_ty), mask=inside)

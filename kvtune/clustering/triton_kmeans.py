@@ -36,7 +36,19 @@ class Tiles:
 
 
 WIDE = Tiles()
-NARROW = Tiles()
+NARROW = Tiles(stages=4)
+
+
+@dataclass(frozen=True)
+class Means:
+    """Launch shape of the means: clusters of a program, rows of each fetched at a time, warps."""
+
+    together: int = 1
+    rows: int = 16
+    warps: int = 1
+
+
+MEANS = Means()
 
 
 def supports(keys: Tensor) -> bool:
@@ -86,9 +98,9 @@ def cluster_sums(values: Tensor, assignment: Tensor, sizes: Tensor) -> Tensor:
     )
     order, ends = sort_by_cluster(assignment, ranks, counts)
     sums = torch.empty(heads, n_centroids, width, dtype=torch.float32, device=values.device)
-    kernels.sum_kernel[(n_centroids, heads)](
+    kernels.sum_kernel[(triton.cdiv(n_centroids, MEANS.together), heads)](
         values, order, ends, counts, sums, n, n_centroids, width,
-        WIDTH=triton.next_power_of_2(width), ROWS=16, num_warps=1,
+        TOGETHER=MEANS.together, DIM=triton.next_power_of_2(width), ROWS=MEANS.rows, num_warps=MEANS.warps,
     )  # fmt: skip
     return sums
 
@@ -146,19 +158,17 @@ class _Operands:
             CENTRED=self.scales is not None, num_warps=tiles.warps,
         )  # fmt: skip
 
-    def move(self, following: _Operands, rows: int = 16, warps: int = 1) -> None:
-        """Centroids become the normalised means of their keys, in ``following``; ``sizes`` zero again.
-
-        One program a cluster; ``rows`` of its keys are fetched at a time.
-        """
+    def move(self, following: _Operands, means: Means | None = None) -> None:
+        """Centroids become the normalised means of their keys, in ``following``; ``sizes`` zero again."""
+        means = means or MEANS
         of = self.problems
         order, ends = sort_by_cluster(of.assignment, of.ranks, of.sizes)
-        kernels.move_kernel[(of.width, of.count)](
+        kernels.move_kernel[(triton.cdiv(of.width, means.together), of.count)](
             self.keys, self.keys if self.scales is None else self.scales, of.mean, order, ends, of.sizes,
             self.centroids, following.centroids, self.gain, following.gain,
             of.stride, of.length, of.segments, of.width, of.dim,
-            DIM=self.padded, ROWS=rows, SCALED=self.scales is not None,
-            ROUNDED=following.scales is not None, num_warps=warps,
+            TOGETHER=means.together, DIM=self.padded, ROWS=means.rows, SCALED=self.scales is not None,
+            ROUNDED=following.scales is not None, num_warps=means.warps,
         )  # fmt: skip
 
 
