@@ -1,14 +1,17 @@
-"""What every test shares: one thread a process, and a model cache of the suite's own."""
+"""What every test shares: one thread a process, a model cache of the suite's own, and the program."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from command_line import Ran
 from hypothesis import settings
 
 if TYPE_CHECKING:
@@ -36,6 +39,27 @@ def kvtune_cache(pytestconfig: pytest.Config) -> Path:
     folder = Path(pytestconfig.cache.mkdir("kvtune"))
     os.environ["KVTUNE_CACHE"] = str(folder)
     return folder
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """``cli("policies", "--json")`` runs a command line in this process."""
+    from kvtune.commands.app import run
+
+    monkeypatch.delenv("KVTUNE_DEBUG", raising=False)
+
+    def call(*arguments: object) -> Ran:
+        capsys.readouterr()
+        before = dict(os.environ)
+        try:
+            exit_code = run([str(argument) for argument in arguments])
+        finally:
+            logging.disable(logging.NOTSET)
+            os.environ.clear()
+            os.environ.update(before)
+        return Ran(exit_code, *capsys.readouterr())
+
+    return call
 
 
 @pytest.fixture(scope="session")

@@ -2,28 +2,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
 from kvtune.commands.analyze import default_out
-from kvtune.commands.app import run
 
 SETTINGS = ("--policy", "oracle_topk", "--set", "tokens=12", "--set", "local=6", "--layers", "0-1")
-
-
-Ran = namedtuple("Ran", "exit_code out err")
-
-
-@pytest.fixture
-def cli(capsys):
-    def call(*arguments):
-        capsys.readouterr()
-        exit_code = run([str(argument) for argument in arguments])
-        return Ran(exit_code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pytest
 from clustered_traces import write_clustered
 
 from kvtune.commands.analyze import default_out
-from kvtune.commands.app import run
 from kvtune.commands.comparison import split_settings
 from kvtune.errors import InputError
 
@@ -24,16 +23,6 @@ def clustered(tmp_path_factory) -> Path:
 def trace(clustered, tmp_path) -> Path:
     """A trace of one's own, so that outputs beside it stay apart."""
     return Path(shutil.copytree(clustered, tmp_path / "clustered"))
-
-
-@pytest.fixture
-def cli(capsys):
-    def call(*arguments):
-        capsys.readouterr()
-        exit_code = run([str(argument) for argument in arguments])
-        return exit_code, *capsys.readouterr()
-
-    return call
 
 
 def test_one_table_by_error_and_what_to_do_next(cli, trace, monkeypatch):

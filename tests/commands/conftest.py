@@ -1,28 +1,18 @@
-"""Ways to run the program: in this process (quick), in one of its own, and on a terminal."""
+"""Ways to run the program beside ``cli``: in a process of its own, and on a terminal."""
 
 from __future__ import annotations
 
-import logging
 import os
 import pty
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 
 import pytest
-
-from kvtune.commands.app import run
+from command_line import Ran
 
 MAIN = "from kvtune.commands.app import main; main()"
-
-
-@dataclass(frozen=True)
-class Ran:
-    exit_code: int
-    out: str
-    err: str
 
 
 @pytest.fixture
@@ -32,25 +22,6 @@ def environment() -> Callable[[Mapping[str, str]], dict[str, str]]:
     steering += ("TQDM_DISABLE", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
     inherited = {key: value for key, value in os.environ.items() if key not in steering}
     return lambda changes: inherited | dict(changes)
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """``cli("policies", "--json")`` runs a command line in this process."""
-    monkeypatch.delenv("KVTUNE_DEBUG", raising=False)
-
-    def call(*arguments: object) -> Ran:
-        capsys.readouterr()
-        before = dict(os.environ)
-        try:
-            exit_code = run([str(argument) for argument in arguments])
-        finally:
-            logging.disable(logging.NOTSET)
-            os.environ.clear()
-            os.environ.update(before)
-        return Ran(exit_code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture
