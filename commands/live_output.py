@@ -27,7 +27,7 @@ def show_run(output: Output, document: dict[str, Any]) -> None:
     if "hardware" in document:
         _show_step(output, document)
     if document["batch"] is not None:
-        _show_batch(output, document["batch"])
+        show_batch(output, document["batch"])
     if len(document["per_turn"]) > 1:
         columns = ["turn", "KL", "ΔNLL", "interval", "top-1", "score", "full attention's"]
         output.table(columns, [_turn(row) for row in document["per_turn"]], title="Turn by turn")
@@ -61,7 +61,7 @@ def _show_step(output: Output, document: dict[str, Any]) -> None:
     show_terms(output, {**step, "hidden_ms": document["predicted_hidden_ms"]}, title, kernels)
 
 
-def _show_batch(output: Output, batch: dict[str, Any]) -> None:
+def show_batch(output: Output, batch: dict[str, Any]) -> None:
     """What a batch decodes in a second, beside full attention."""
     shortest, longest = min(batch["lengths"]), max(batch["lengths"])
     lengths = f"{shortest:,}" if shortest == longest else f"{shortest:,}–{longest:,}"

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-from collections import namedtuple
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tiny_models import tiny_model, tiny_tokenizer
 
-from kvtune.commands.app import run
+from kvtune.commands.live_output import show_batch
 from kvtune.commands.options import parse_sweep
 from kvtune.errors import InputError
 from kvtune.hardware import TERMS, save_hardware
@@ -20,24 +19,6 @@ from kvtune.hardware.calibrate import device_title
 from kvtune.profiles.hardware_presets import load_hardware
 from kvtune.runtime.torch_engine import TorchEngine
 from kvtune.traces import open_trace
-
-Ran = namedtuple("Ran", "exit_code out err")
-
-
-@pytest.fixture
-def cli(capsys):
-    def call(*arguments):
-        capsys.readouterr()
-        before = dict(os.environ)
-        try:
-            exit_code = run([str(argument) for argument in arguments])
-        finally:
-            logging.disable(logging.NOTSET)
-            os.environ.clear()
-            os.environ.update(before)
-        return Ran(exit_code, *capsys.readouterr())
-
-    return call
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +116,34 @@ def test_turns_and_scores_are_shown(cli, live, prompts, tmp_path):
     assert "score of" in live().out
 
 
+def test_a_batch_is_told_in_two_lines(cli, model, prompts):
+    pytest.importorskip("triton")
+    asked = ("--policy", "streaming", "--decode", 1, "--no-free", "--engine", "fused", "--batch", 3)
+    ran = cli("live", model, "--prompts", prompts, *asked)
+    assert ran.exit_code == 0, ran.err
+    told, held = ran.out.splitlines()[-2:]
+    assert re.match(r"3 sequences together, 60 tokens: [\d,.]+ ms a step, [\d,]+ tokens/s", told)
+    assert held.endswith("% of the tokens as each decodes alone") and "on the GPU" in held
+    assert "the batch of 3 takes 2 prompts in turn" in ran.err
+
+
+def test_a_batch_is_told_beside_full_attention():
+    """As a GPU measures it."""
+    times = {"step_ms": {"p50": 2.31}, "full_step_ms": {"p50": 4.02}, "predicted_step_ms": 2.2}
+    rates = {"tokens_per_second": 3460.0, "full_tokens_per_second": 1990.0}
+    held = {"gpu_bytes": {"total": 1 << 30, "full_kv": 3 << 30}, "host_bytes": 2 << 30, "same_tokens": 0.975}
+    lines: list[str] = []
+    show_batch(
+        SimpleNamespace(line=lines.append), {"size": 8, "lengths": [6101, 5012], **times, **rates, **held}
+    )
+    assert lines == [
+        "8 sequences together, 5,012–6,101 tokens: 2.31 ms a step, 3,460 tokens/s, predicted 2.2 ms; full "
+        "attention 4.02 ms, 1,990 tokens/s (1.74x)",
+        "1.0 GiB on the GPU, 2.0 GiB on the host (full attention 3.0 GiB); 97.5% of the tokens as each "
+        "decodes alone",
+    ]
+
+
 def test_record_writes_a_trace_to_analyse(live, cli, tmp_path):
     ran = live("--record", tmp_path / "t")
     assert ran.exit_code == 0 and f"next: kvtune analyze {tmp_path / 't'}" in ran.out, ran.err
@@ -185,6 +194,10 @@ def test_an_interruption_is_130_with_what_is_done(live, monkeypatch):
         (("--sweep", "budget=1,,2"), "is not NAME=V1,V2"),
         (("--sweep", "colour=1,2"), "unknown parameter"),
         (("--sweep", "budget=24", "--record", "x"), "exclude each other"),
+        (("--batch", 2, "--sweep", "budget=24"), "--batch and --sweep exclude each other"),
+        (("--batch", 0), "'--batch'"),
+        (("--batch", 2, "--engine", "torch"), "which --engine torch rules out"),
+        (("--batch", 2, "--device", "cpu"), "--batch decodes by the fused engine, which needs a CUDA device"),
         (("--decode", 0), "--decode must be at least 1"),
         (("--decode", 400), "longest timeline"),
         (("--cache-fraction", 2), "outside"),
