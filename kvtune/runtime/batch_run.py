@@ -111,9 +111,9 @@ class BatchRun:
         ``predicted_step_ms`` by ``predict`` for the run's mean traffic; ``graph``, whether the step was one
         CUDA graph.
 
-        Full attention is flash SDPA in a CUDA graph over as many sequences of the prompts' **mean** length:
-        no more and no fewer keys are read than in the ragged prompts, and none is padding's. ``None`` where
-        it cannot be had. Interrupted (Ctrl-C), the run is marked so, and ``batch`` stays ``None``; likewise,
+        Full attention is flash SDPA in a CUDA graph over as many sequences of the prompts' **mean** length,
+        so that it reads as many keys as the ragged prompts have (zeros stand behind a shorter one); ``None``
+        where it cannot be had. Interrupted (Ctrl-C), the run is marked so, and ``batch`` stays ``None``; likewise,
         with a note, where memory runs out.
         """
         notes: list[str] = run.engine["notes"]

@@ -90,7 +90,7 @@ def check_batch(
     device: int | None,
     host: int | None,
 ) -> None:
-    """Refuse to decode ``size`` sequences of up to ``rows`` tokens together where they have no room.
+    """Refuse to decode ``size`` sequences together, each in ``rows`` tokens of memory, without room for it.
 
     Counted are the sequences' own keys and values with an index of an eighth more, and one or two further
     sequences: the one that is being prefilled, and its decoding alone. ``cached``: the share of a sequence
@@ -112,8 +112,7 @@ def check_batch(
             continue
         fits = max(free - fixed, 0) // one
         raise InputError(
-            f"{size} sequences of up to {rows:,} tokens need about {_gib(fixed + size * one)} {place}, but "
-            f"{_gib(free)} are free",
+            f"{size} sequences together need about {_gib(fixed + size * one)} {place}, but {_gib(free)} are free",
             f"a batch of {fits} would fit: use --batch {fits}" if fits else "lower --context",
         )
 
