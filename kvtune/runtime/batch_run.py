@@ -113,8 +113,8 @@ class BatchRun:
 
         Full attention is flash SDPA in a CUDA graph over as many sequences of the prompts' **mean** length,
         so that it reads as many keys as the ragged prompts have (zeros stand behind a shorter one); ``None``
-        where it cannot be had. Interrupted (Ctrl-C), the run is marked so, and ``batch`` stays ``None``; likewise,
-        with a note, where memory runs out.
+        where it cannot be had. Interrupted (Ctrl-C), the run is marked so, and ``batch`` stays ``None``;
+        likewise, with a note, where memory runs out.
         """
         notes: list[str] = run.engine["notes"]
         try:

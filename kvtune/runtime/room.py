@@ -112,7 +112,8 @@ def check_batch(
             continue
         fits = max(free - fixed, 0) // one
         raise InputError(
-            f"{size} sequences together need about {_gib(fixed + size * one)} {place}, but {_gib(free)} are free",
+            f"{size} sequences together need about {_gib(fixed + size * one)} {place}, but "
+            f"{_gib(free)} are free",
             f"a batch of {fits} would fit: use --batch {fits}" if fits else "lower --context",
         )
 
