@@ -1,26 +1,28 @@
 """Per-layer budgets: spend the bytes where they lower the error most.
 
 For each layer a ladder of settings is measured; the plan then minimises the sum over layers of the loss
-under a cap on the sum of the bytes: a knapsack with one choice per layer.
+under a cap on the sum of the bytes: a knapsack with one choice per layer. Around each layer's choice finer
+settings are measured then, and the knapsack is packed anew, for some rounds.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtune.errors import InputError
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
 from kvtune.progress import Progress, silent
 from kvtune.tuning.bench import Bench
+from kvtune.tuning.ladder import Setting, ladder, neighbours
 
-RETRIEVAL_STEPS = (0.35, 0.7, 1.0, 1.4, 2.8, 5.6)
-BUDGET_STEPS = (0.25, 0.5, 0.71, 1.0, 1.41, 2.0, 2.83, 4.0, 8.0)
-CLUSTER_TOKENS = (8, 16, 32, 64)
+ROUNDS = 4
 UNITS = 10_000
 TAIL_WEIGHT = 1.0
 """Weight of the mean squared error beside the mean error: the tail counts, not only the average."""
@@ -35,49 +37,33 @@ class Rung:
     loss: float
 
 
-def ladder(plan: Plan) -> list[dict[str, Any]]:
-    """Settings to try in each layer: multiples of the plan's budget.
-
-    For the wave index also how the bytes are split: cluster size (few large clusters are cheap to scan, many
-    small ones precise) and the share estimated (the plan's, or all the rest).
-    """
-    policy = plan.policy
-    parameters = policy.parameters()
-    if policy.name != "wave_index":
-        if policy.budget is None:
-            return [{}]
-        base = parameters[policy.budget]
-        return [{policy.budget: type(base)(max(base * step, 1))} for step in BUDGET_STEPS]
-    rungs: list[dict[str, Any]] = []
-    for tokens in sorted({*CLUSTER_TOKENS, parameters["tokens_per_centroid"]}):
-        for step in RETRIEVAL_STEPS:
-            retrieval = round(min(parameters["retrieval"] * step, 1.0), 6)
-            for estimation in sorted({parameters["estimation"], 1.0}):
-                estimation = round(min(estimation, 1.0 - retrieval), 6)
-                rungs.append(
-                    {"tokens_per_centroid": tokens, "retrieval": retrieval, "estimation": estimation}
-                )
-    return [dict(pairs) for pairs in sorted({tuple(r.items()) for r in rungs})]
-
-
 def allocate(
-    bench: Bench, plan: Plan, max_read_bytes: float, progress: Progress | None = None
+    bench: Bench, plan: Plan, max_read_bytes: float, progress: Progress | None = None, rounds: int = ROUNDS
 ) -> Plan | None:
     """``plan`` with per-layer budgets of least loss within ``max_read_bytes`` a step.
 
+    Settings beside the best so far are measured in ``rounds`` rounds at most, until none of them is better.
     ``None`` if even the cheapest settings read more.
     """
-    settings = ladder(plan)
-    free = [n for n in bench.layers if _free(bench, plan, n)]
-    fixed = sum(_measured(bench, plan, n, {}).read_bytes for n in bench.layers if n not in free)
-    rungs: dict[int, list[Rung]] = {}
-    with (progress or silent).task("per-layer budgets", len(free)) as task:
-        for layer in free:
-            rungs[layer] = [_measured(bench, plan, layer, setting) for setting in settings]
-            task.advance()
-    chosen = cheapest_loss(rungs, max_read_bytes - fixed)
-    if chosen is None:
-        return None
+    table = _Table(bench, plan)
+    cap = max_read_bytes - table.fixed_bytes()
+    longest = bench.context_tokens[1]
+    wanted = {layer: ladder(plan.policy) for layer in table.rungs}
+    chosen: dict[int, Rung] | None = None
+    with (progress or silent).task("per-layer budgets", (1 + rounds) * len(wanted)) as task:
+        for _ in range(1 + rounds):
+            for layer, settings in wanted.items():
+                table.measure(layer, settings)
+                task.advance()
+            before, chosen = chosen, cheapest_loss(table.rungs, cap)
+            if chosen is None:
+                return None
+            if chosen == before:
+                break
+            wanted = {
+                layer: neighbours(plan.policy, rung.parameters, longest) for layer, rung in chosen.items()
+            }
+    assert chosen is not None
     defaults = plan.policy.parameters()
     for layer, rung in chosen.items():
         changed = {k: v for k, v in rung.parameters.items() if v != defaults[k]}
@@ -131,15 +117,39 @@ def _parts(rung: Rung, cap: float) -> int:
     return math.ceil(rung.read_bytes / cap * UNITS)
 
 
-def _free(bench: Bench, plan: Plan, layer: int) -> bool:
-    """Whether the plan's own policy serves the layer."""
-    return plan.for_layer(bench.trace.layer_info(layer)).name == plan.policy.name
+class _Table:
+    """Rungs measured so far of each layer that the plan's own policy serves."""
 
+    def __init__(self, bench: Bench, plan: Plan) -> None:
+        self.bench, self.plan = bench, plan
+        own = plan.policy.name
+        self.rungs: dict[int, list[Rung]] = {
+            n: [] for n in bench.layers if plan.for_layer(bench.trace.layer_info(n)).name == own
+        }
 
-def _measured(bench: Bench, plan: Plan, layer: int, setting: dict[str, Any]) -> Rung:
-    policy = get_policy(plan.policy.name, {**plan.policy.parameters(), **setting})
-    alone = Plan(policy, plan.dense_layers)
-    outcomes = [bench.outcome(alone, i, layer) for i in range(len(bench.timelines))]
-    errors = np.concatenate([o.errors.ravel() for o in outcomes]).astype(np.float64)
-    read = np.concatenate([o.read_bytes for o in outcomes])
-    return Rung(setting, float(read.mean()), float(errors.mean() + TAIL_WEIGHT * (errors**2).mean()))
+    def fixed_bytes(self) -> float:
+        """Read bytes per step of the other layers."""
+        timelines = range(len(self.bench.timelines))
+        others = [n for n in self.bench.layers if n not in self.rungs]
+        reads = [[self.bench.outcome(self.plan, i, n).read_bytes for i in timelines] for n in others]
+        return float(sum(np.concatenate(read).mean() for read in reads))
+
+    def measure(self, layer: int, settings: Iterable[Setting]) -> None:
+        """Add a rung for each setting that is new and that the policy allows."""
+        known = [rung.parameters for rung in self.rungs[layer]]
+        for setting in settings:
+            if setting in known:
+                continue
+            try:
+                self.rungs[layer].append(self._rung(layer, setting))
+            except InputError:  # a combination that the policy refuses
+                continue
+
+    def _rung(self, layer: int, setting: Setting) -> Rung:
+        """Measured on every timeline; not kept in the bench, where accesses of all rungs would pile up."""
+        policy = get_policy(self.plan.policy.name, {**self.plan.policy.parameters(), **setting})
+        timelines = range(len(self.bench.timelines))
+        results = [self.bench.evaluate(policy, i, layer) for i in timelines]
+        errors = np.concatenate([r.error.numpy().ravel() for r in results]).astype(np.float64)
+        read = np.concatenate([r.read_bytes.sum(1).numpy() for r in results]).astype(np.float64)
+        return Rung(setting, float(read.mean()), float(errors.mean() + TAIL_WEIGHT * (errors**2).mean()))

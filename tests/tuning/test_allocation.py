@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
-from kvtune.tuning import Bench, shipped_default
-from kvtune.tuning.allocation import UNITS, Rung, allocate, cheapest_loss, ladder
+from kvtune.tuning import Bench, allocation, shipped_default
+from kvtune.tuning.allocation import TAIL_WEIGHT, UNITS, Rung, allocate, cheapest_loss
 
 rungs = st.lists(
     st.builds(Rung, st.just({}), st.integers(1, 50).map(float), st.integers(0, 50).map(float)),
@@ -55,7 +56,32 @@ def test_allocation_says_when_nothing_fits(clustered_trace):
     assert allocate(bench, shipped_default().plan, 10.0) is None
 
 
-def test_ladder_stays_inside_the_parameters():
-    for setting in ladder(Plan(get_policy("wave_index", {"retrieval": 0.2}))):
-        assert 0 < setting["retrieval"] <= 1 and 0 <= setting["estimation"] <= 1
-    assert all(s["recent"] >= 1 for s in ladder(Plan(get_policy("streaming", {"recent": 3}))))
+def test_rounds_find_what_the_ladder_misses(clustered_trace):
+    """The objective never rises with more rounds, and here finer settings lower it."""
+    bench = Bench(clustered_trace, [0, 1], clustered_trace.layers)
+    plan = shipped_default().plan
+    cap = bench.score(plan, 0.05).read_bytes_per_step
+    losses = []
+    for rounds in (0, 1, 4):
+        spread = allocate(bench, plan, cap, rounds=rounds)
+        assert bench.score(spread, 0.05).read_bytes_per_step <= cap
+        errors = np.concatenate([bench.outcome(spread, i, n).errors.ravel() for i in (0, 1) for n in (0, 1)])
+        losses.append(errors.mean() + TAIL_WEIGHT * (errors**2).mean())
+    assert losses[2] <= losses[1] <= losses[0] and losses[2] < losses[0]
+
+
+def test_settings_that_the_policy_refuses_are_left_out(clustered_trace, monkeypatch):
+    bench = Bench(clustered_trace, [0], clustered_trace.layers)
+    plan = shipped_default().plan
+    monkeypatch.setattr(allocation, "ladder", lambda policy: [{"retrieval": 0.018}, {"retrieval": 2.0}])
+    monkeypatch.setattr(allocation, "neighbours", lambda *args: [])
+    assert allocate(bench, plan, 1e9) == plan
+
+
+def test_layers_that_the_plan_keeps_dense_count_for_their_bytes(clustered_trace):
+    bench = Bench(clustered_trace, [0, 1], clustered_trace.layers)
+    plan = Plan(get_policy("wave_index"), dense_layers=(0,))
+    cap = bench.score(plan, 0.05).read_bytes_per_step
+    spread = allocate(bench, plan, cap, rounds=1)
+    assert spread.dense_layers == (0,) and set(spread.overrides) <= {1}
+    assert bench.score(spread, 0.05).read_bytes_per_step <= cap
