@@ -3,7 +3,8 @@
 Captures each task, tunes on most samples and compares on the others; then decodes live, on fresh samples,
 under the profile and under the defaults. Every command's JSON document is kept beside the rows.
 
-Run: ``python benchmarks/held_out.py MODEL --context 6144 --samples 8 --trials 40``.
+Run: ``python benchmarks/held_out.py MODEL --context 6144 --samples 8 --trials 40``; beyond a model's own
+length with ``--rope yarn:4``; on a GPU with ``--device cuda``.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def main() -> None:
     parser.add_argument("--decode", type=int, default=64)
     parser.add_argument("--trials", type=int, default=40)
     parser.add_argument("--live-samples", type=int, default=8)
+    parser.add_argument("--rope", help="as kvtune capture takes it, like yarn:4")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--name", default="held_out")
     options = parser.parse_args()
     if out := os.environ.get("OUT"):
@@ -55,17 +59,19 @@ def main() -> None:
 def steps(task: str, options: argparse.Namespace, folder: Path) -> list[tuple[str, list[str]]]:
     """The command lines of one task: capture, tune, two live runs, then what else the trace says."""
     trace, study = str(folder / f"{task}.trace"), folder / f"{task}.study"
+    device = ["--device", options.device]
     workload = ["--task", task, "--context", str(options.context), "--decode", str(options.decode)]
+    workload += [*device, "--dtype", options.dtype, *(["--rope", options.rope] if options.rope else [])]
     captured = ["--samples", str(options.samples), "--prompt-queries", "64", "--out", trace]
     fresh = [*workload, "--samples", str(options.live_samples), "--seed", "1000"]
     profile = str(study / "profile.yaml")
     return [
         ("capture", ["capture", options.model, *workload, *captured]),
-        ("tune", ["tune", trace, "--trials", str(options.trials), "--out", str(study)]),
+        ("tune", ["tune", trace, "--trials", str(options.trials), *device, "--out", str(study)]),
         ("live_profile", ["live", options.model, *fresh, "--profile", profile]),
         ("live_default", ["live", options.model, *fresh, "--policy", "wave_index"]),
         ("simulate", ["simulate", trace, "--budgets", "0.01,0.02,0.05,0.1,0.15,0.2"]),
-        ("analyze", ["analyze", trace, "--out", str(folder / f"{task}.analysis")]),
+        ("analyze", ["analyze", trace, *device, "--out", str(folder / f"{task}.analysis")]),
     ]
 
 
