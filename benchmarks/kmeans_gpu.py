@@ -32,7 +32,7 @@ SHAPES = [
     Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 4), Tiles(128, 64, 4, 5), Tiles(64, 64, 4, 4),
     Tiles(64, 128, 4, 3), Tiles(128, 128, 8, 3),
 ]  # fmt: skip
-MEANS = [Means(1, 16, 1), Means(2, 8, 1), Means(2, 16, 1), Means(4, 8, 1), Means(2, 16, 2), Means(4, 16, 4),
+MEANS = [Means(1, 16, 1), Means(2, 8, 1), Means(4, 4, 1), Means(4, 8, 1), Means(8, 4, 1), Means(8, 8, 1),
          Means(8, 4, 4)]  # fmt: skip
 
 

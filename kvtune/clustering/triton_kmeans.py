@@ -43,8 +43,8 @@ NARROW = Tiles(stages=4)
 class Means:
     """Launch shape of the means: clusters of a program, rows of each fetched at a time, warps."""
 
-    together: int = 1
-    rows: int = 16
+    together: int = 4
+    rows: int = 8
     warps: int = 1
 
 
