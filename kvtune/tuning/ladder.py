@@ -52,9 +52,10 @@ def neighbours(policy: Policy, setting: Mapping[str, Any], context: int) -> list
     tokens, local = here["tokens_per_centroid"], here["local"]
     retrieval, estimation = here["retrieval"], here["estimation"]
     cluster = tokens / max(context, tokens)
+    at_least = max(retrieval, cluster)  # a smaller share retrieves one cluster, too
     found = [
         _wave(tokens, local, max(min(retrieval / FINER, retrieval - cluster), cluster), estimation),
-        _wave(tokens, local, max(retrieval * FINER, retrieval + cluster), estimation),
+        _wave(tokens, local, max(at_least * FINER, at_least + cluster), estimation),
         _wave(tokens, local, retrieval, max(estimation - NEAR_ESTIMATION, 0.0)),
         _wave(tokens, local, retrieval, estimation + NEAR_ESTIMATION),
         *(_wave(other, local, retrieval, estimation) for other in _beside(NEAR_CLUSTER_TOKENS, tokens)),
