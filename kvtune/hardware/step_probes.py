@@ -109,7 +109,7 @@ def build_steps(
     from kvtune.hardware.wave_steps import Unfilled, WaveSteps
     from kvtune.runtime.fused_layer import LayerStore
     from kvtune.runtime.fused_offload import FusedWaveOffload
-    from kvtune.runtime.fused_wave import FusedWave, room
+    from kvtune.runtime.fused_wave import FusedWave
 
     info, dtype = geometry.layer(0), getattr(torch, geometry.dtype)
     count = layers_in_turn(setting, device, geometry)
@@ -117,14 +117,14 @@ def build_steps(
     policy = setting.policy if fill else RandomIndex(**setting.policy.parameters())
     layers: list[FusedWave] = []
     for _ in range(count):
-        longest = room(setting.context + rounds, rounds)
-        store = LayerStore.empty(info, setting.batch, longest, dtype, device)
-        store.lengths = [setting.context] * setting.batch
-        (fill or _noise)(store)
         if setting.cache is None:
             layer = FusedWave(info, policy, rounds)
         else:
             layer = (FusedWaveOffload if fill else Unfilled)(info, policy, rounds, setting.cache)
+        lengths = [setting.context] * setting.batch
+        store = LayerStore.empty(info, setting.batch, layer.room(lengths, rounds), dtype, device)
+        store.lengths = lengths
+        (fill or _noise)(store)
         layer.start(store)
         if isinstance(layer, Unfilled) and layers:
             layer.share_host(layers[0])

@@ -19,7 +19,6 @@ from kvtune.runtime.engine import FUSED, TORCH, Engine, EngineOptions
 from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder, KeysValues
 from kvtune.runtime.fused_methods import plan_refusal
-from kvtune.runtime.fused_wave import room
 from kvtune.runtime.greedy_steps import TRIALS, capture_step, greedy_steps, held_by, likeliest, release
 from kvtune.runtime.kernel_check import check_kernels
 from kvtune.runtime.measurements import LiveRun, Predict
@@ -94,7 +93,7 @@ class BatchRun:
         check_batch(
             self.loaded.geometry,
             self.size,
-            room(max(self.lengths) + self.new_tokens, self.new_tokens),
+            self._decoder().rows(self.lengths),
             self.cache_fraction if offloaded else None,
             free_bytes(self.loaded.device),
             free_host_bytes() if offloaded else None,

@@ -15,7 +15,6 @@ from kvtune.runtime.block_cache import Counters, count_only
 from kvtune.runtime.fused_layer import FusedLayer, LayerStore
 from kvtune.runtime.fused_methods import fused_layer
 from kvtune.runtime.fused_offload import FusedWaveOffload
-from kvtune.runtime.fused_wave import room
 
 KeysValues = Callable[[int, int], tuple[Tensor, Tensor]]
 """``(layer, sequence) -> keys [H, N, d], values [H, N, dv]`` of a prompt."""
@@ -72,6 +71,12 @@ class FusedDecoder:
         self.steps = 0
         self.layers, self._graph = [], None
 
+    def rows(self, lengths: Sequence[int]) -> int:
+        """The most rows that a layer's store has a sequence, for prompts of ``lengths`` tokens."""
+        geometry = self.loaded.geometry
+        layers = (self._make(geometry.layer(number)) for number in range(geometry.n_layers))
+        return max(layer.room(lengths, self.new_tokens) for layer in layers)
+
     def build_layer(
         self,
         number: int,
@@ -85,12 +90,12 @@ class FusedDecoder:
         if number != len(self.layers):
             raise ValueError(f"layer {len(self.layers)} is to be built next, not {number}")
         info, batch = self.loaded.geometry.layer(number), len(self.lengths)
-        rows = room(max(self.lengths) + self.new_tokens, self.new_tokens)
+        layer = self._make(info)
+        rows = layer.room(self.lengths, self.new_tokens)
         store = LayerStore.empty(info, batch, rows, self.loaded.model.dtype, self.loaded.device)
         for sequence, length in enumerate(self.lengths):
             store.put(sequence, 0, *prompts(number, sequence))
             store.lengths[sequence] = length
-        layer = self._make(info)
         window = layer_window(self.plan, number, self.loaded)
         seen = None
         if prompt_queries is not None and window:

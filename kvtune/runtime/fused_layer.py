@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from kvtune.kernels.attend import Rows, SparseAttention
 from kvtune.runtime.step_log import StepLog
 
 Device = torch.device | str
+TRIED_STEPS = 4
+"""Steps at most that a store has room for beyond those asked for."""
 
 
 @dataclass
@@ -74,6 +77,13 @@ class FusedLayer(ABC):
     store: LayerStore
     log: StepLog | None = None
     """Where blocks retrieved are noted, if anywhere."""
+
+    def room(self, lengths: Sequence[int], new_tokens: int) -> int:
+        """Rows that the store needs for prompts of ``lengths`` tokens and ``new_tokens`` more.
+
+        Steps that are tried before a capture, and forgotten, write behind them.
+        """
+        return max(lengths) + new_tokens + TRIED_STEPS
 
     def start(self, store: LayerStore, prompt_queries: list[Tensor] | None = None) -> None:
         """Take over the prompts in ``store`` and build what the method needs: :meth:`build`, :meth:`finish`.

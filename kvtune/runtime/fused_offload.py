@@ -6,6 +6,7 @@ of the pool and attended there, and admitting it only changes who owns the slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class FusedWaveOffload(FusedWave):
     def __init__(self, info: LayerInfo, policy: WaveIndex, new_tokens: int, cache_fraction: float) -> None:
         super().__init__(info, policy, new_tokens)
         self.cache_fraction = cache_fraction
+
+    def room(self, lengths: Sequence[int], new_tokens: int) -> int:
+        return max(lengths)  # for the prompts alone: what follows goes to the pool
 
     def _allocate(self, store: LayerStore) -> None:
         units, device, dtype, info = len(store.keys), store.keys.device, store.keys.dtype, self.info

@@ -7,6 +7,7 @@ the end of the run; the index grows in place.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,7 +40,7 @@ class FusedWave(FusedLayer):
 
     The prompt's rows are put in the order of its clusters, so that a cluster is one run of rows; sinks and
     what follows the prompt's clusters stay where they are. Clusters made while decoding are copies behind
-    them. ``new_tokens`` bounds the tokens to come: the store needs :func:`room` for them.
+    them. ``new_tokens`` bounds the tokens to come.
     """
 
     def __init__(self, info: LayerInfo, policy: WaveIndex, new_tokens: int) -> None:
@@ -57,9 +58,7 @@ class FusedWave(FusedLayer):
             none = keys.new_zeros(len(keys), self.info.group, 0, keys.shape[2])
             self.states.append(self.policy.build(keys, values, none, self.info))
         self.counts = [self.policy.counts(state.context) for state in self.states]
-        self.grown = max(
-            growth(self.policy, s, n, self.new_tokens) for s, n in zip(self.states, self.prompts)
-        )
+        self.grown = growth(self.policy, self.prompts, self.new_tokens)
         self._reserve()
         self._allocate(store)
         self.clusters = [0] * len(self.states)
@@ -67,6 +66,9 @@ class FusedWave(FusedLayer):
             self._load(sequence, state, state.order)
             self.states[sequence] = _hollow(state)
         self.settle()
+
+    def room(self, lengths: Sequence[int], new_tokens: int) -> int:
+        return super().room(lengths, new_tokens) + growth(self.policy, lengths, new_tokens) * SEGMENT
 
     def _reserve(self) -> None:
         """Buffers for the longest sequence and all growth to come."""
@@ -233,11 +235,10 @@ def _hollow(state: WaveIndexState) -> WaveIndexState:
     )
 
 
-def growth(policy: WaveIndex, state: WaveIndexState, length: int, new_tokens: int) -> int:
-    """Segments that a sequence of ``length`` tokens makes in ``new_tokens`` more, at most."""
-    return max(0, (length + new_tokens - state.tail_start - policy.local) // SEGMENT)
+def growth(policy: WaveIndex, lengths: Sequence[int], new_tokens: int) -> int:
+    """Segments that any of the prompts of ``lengths`` tokens makes in ``new_tokens`` more, at most."""
 
+    def tail(length: int) -> int:
+        return policy.local if policy.counts(length).n_centroids else max(length - policy.sink, 0)
 
-def room(longest: int, new_tokens: int) -> int:
-    """Rows that a store needs for ``longest`` tokens in all, of which ``new_tokens`` are still to come."""
-    return longest + (new_tokens // SEGMENT + 2) * SEGMENT
+    return max(max(0, tail(length) + new_tokens - policy.local) // SEGMENT for length in lengths)

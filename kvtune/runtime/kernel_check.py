@@ -16,7 +16,7 @@ from kvtune.policies.plan import Plan
 from kvtune.policies.wave_index import WaveIndex
 from kvtune.runtime.fused_layer import LayerStore
 from kvtune.runtime.fused_methods import fused_layer
-from kvtune.runtime.fused_wave import SEGMENT, room
+from kvtune.runtime.fused_wave import SEGMENT
 
 
 def check_kernels(loaded: LoadedModel, plan: Plan, offload: str = "none") -> str | None:
@@ -99,10 +99,10 @@ class _Prompt:
 def _step_error(policy: Policy, info: LayerInfo, prompt: _Prompt, offload: str) -> float:
     """The largest relative error of a query head's output in one decode step, fused against the policy's."""
     keys, values, tokens = prompt.keys, prompt.values, prompt.keys.shape[1] - 1
-    store = LayerStore.empty(info, 1, room(tokens + 1, 1), keys.dtype, keys.device)
+    layer = fused_layer(policy, info, 1, offload, cache_fraction=0.5)
+    store = LayerStore.empty(info, 1, layer.room([tokens], 1), keys.dtype, keys.device)
     store.put(0, 0, keys[:, :tokens], values[:, :tokens])
     store.lengths = [tokens]
-    layer = fused_layer(policy, info, 1, offload, cache_fraction=0.5)
     layer.start(store, [prompt.seen] if policy.prompt_window else None)
     layer.log = layer.new_log(torch.zeros(1, dtype=torch.int64, device=keys.device), 1)
     new_key, new_value = (part[None, :, tokens].contiguous() for part in (keys, values))

@@ -295,7 +295,7 @@ def test_nothing_runs_where_the_batch_is_refused(run, loaded, monkeypatch):
         run(batch=0)
     with pytest.raises(InputError, match="--batch and --sweep exclude each other"):
         sweep(loaded, SAMPLES, PLAN, "recent", [24], batch=2)
-    monkeypatch.setattr(batch_run, "free_bytes", lambda device: WORKING_BYTES + (10 << 20))
+    monkeypatch.setattr(batch_run, "free_bytes", lambda device: WORKING_BYTES + (1 << 20))
     monkeypatch.setattr(FusedEngine, "feed", None)
     with pytest.raises(InputError, match=r"100 sequences together need about .* on the GPU"):
         run(batch=100)

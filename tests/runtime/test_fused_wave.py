@@ -15,7 +15,7 @@ from kvtune.geometry import LayerInfo
 from kvtune.policies.wave_index import WaveIndex
 from kvtune.runtime.fused_layer import FusedLayer, LayerStore, RangeLayer
 from kvtune.runtime.fused_offload import FusedWaveOffload
-from kvtune.runtime.fused_wave import FusedWave, room
+from kvtune.runtime.fused_wave import FusedWave
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYER = LayerInfo(0, 1, 6, 2, 16, 8, 0.25, item_bytes=4)
@@ -57,9 +57,7 @@ class Reference:
 
 def start(layer: FusedLayer, lengths: list[int], new_tokens: int) -> list[tuple[Tensor, Tensor]]:
     """Prompts of these lengths, given to the layer; returns them."""
-    store = LayerStore.empty(
-        LAYER, len(lengths), room(max(lengths) + new_tokens, new_tokens), torch.float32, DEVICE
-    )
+    store = LayerStore.empty(LAYER, len(lengths), layer.room(lengths, new_tokens), torch.float32, DEVICE)
     prompts = []
     for sequence, length in enumerate(lengths):
         keys, values = random(2, length, 16, seed=length), random(2, length, 8, seed=length + 1)

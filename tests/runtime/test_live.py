@@ -23,7 +23,7 @@ KEYS = {
     "replayed_hit_ratio", "predicted_terms_ms", "predicted_hidden_ms",
     "replay_equal", "forecast_hit_ratio", "truncations", "tokens_per_second", "full_tokens_per_second",
     "prefill_ms", "index_build_ms", "step_ms", "full_step_ms", "predicted_step_ms", "stages_ms", "gpu_bytes",
-    "host_bytes", "bytes_are", "score", "per_turn",
+    "host_bytes", "bytes_are", "score", "per_turn", "batch",
 }  # fmt: skip
 
 
