@@ -66,6 +66,7 @@ def _rows(hardware: Hardware) -> list[list[Any]]:
     rows = [
         ["device reads", rate(memory.read_bytes_per_second), ""],
         ["device copies", rate(memory.copy_bytes_per_second), "read and written"],
+        ["weights", rate(memory.weights_bytes_per_second), "as one token's products read them"],
     ]
     for found in memory.gather:
         note = "read and written"
@@ -81,7 +82,8 @@ def _rows(hardware: Hardware) -> list[list[Any]]:
     rows.append(["a kernel's launch", f"{cell(launch.kernel_us)} us", ""])
     if launch.graph_node_us is not None:
         rows.append(["a graph's node", f"{cell(launch.graph_node_us)} us", ""])
-    rows.append(["a layer's overhead", f"{cell(launch.layer_overhead_us)} us", "norms, positions, residuals"])
+    rows.append(["a layer's overhead", f"{cell(launch.layer_overhead_us)} us", "without attention, weights"])
+    rows.append(["a step's overhead", f"{cell(launch.step_overhead_us)} us", "beside its layers"])
     return rows
 
 

@@ -34,18 +34,20 @@ _REPLAYS = 4
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much each measurement moves: bytes, the side of the matrix product, kernels in a row, repeats."""
+    """How much each measurement moves: bytes, the side of the matrix product, a layer's width, kernels in a
+    row, repeats."""
 
     stream_bytes: int = GIB
     transfers: tuple[int, ...] = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 256 * MIB)
     host_bytes: int = 256 * MIB
     disk_bytes: int = 256 * MIB
     matmul: int = 8192
+    width: int = 4096
     kernels: int = 500
     repeats: int = 10
 
 
-ON_CPU = Sizes(stream_bytes=128 * MIB, host_bytes=128 * MIB, matmul=1024, repeats=5)
+ON_CPU = Sizes(stream_bytes=128 * MIB, host_bytes=128 * MIB, matmul=1024, width=2048, repeats=5)
 """Without a GPU: larger than any processor's cache, and done in seconds."""
 
 
@@ -115,7 +117,8 @@ def _measures(
         "matrix products": lambda: device_measures.matmul_rate(place, sizes.matmul, repeats),
         "launches": lambda: device_measures.kernel_seconds(place, sizes.kernels, repeats),
         "graph nodes": lambda: device_measures.node_seconds(place, sizes.kernels, repeats),
-        "layer overhead": lambda: device_measures.layer_overhead(place, repeats),
+        "a layer's overhead": lambda: device_measures.step_overheads(place, repeats),
+        "weights": lambda: device_measures.weights_rate(place, sizes.width, repeats),
         "link to the device": lambda: host_measures.link(place, sizes.transfers, repeats),
         "host memory": lambda: host_measures.host(sizes.host_bytes, repeats),
         "disk": lambda: host_measures.disk(folder, sizes.disk_bytes),
@@ -158,6 +161,7 @@ def _described(
             bytes=_memory(place)[0],
             read_bytes_per_second=found["device reads"],
             copy_bytes_per_second=found["device copies"],
+            weights_bytes_per_second=found["weights"],
             gather=found["device gathers"],
         ),
         host_to_device=found["link to the device"],
@@ -166,7 +170,8 @@ def _described(
         launch=Launch(
             kernel_us=found["launches"] * 1e6,
             graph_node_us=None if node is None else node * 1e6,
-            layer_overhead_us=found["layer overhead"] * 1e6,
+            layer_overhead_us=found["a layer's overhead"][0] * 1e6,
+            step_overhead_us=found["a layer's overhead"][1] * 1e6,
         ),
         matmul_flops_per_second=found["matrix products"],
         stages=fit_stages(found["stages"], estimation, fitted),

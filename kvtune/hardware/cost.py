@@ -26,9 +26,6 @@ TERMS = (
 )  # fmt: skip
 """In the order of the formula. The first nine are stages of one layer's attention."""
 
-PRODUCTS_PER_LAYER = 7
-"""Matrix products of a decoder layer that are launched one by one: q, k, v, o, gate, up, down."""
-
 
 @dataclass(frozen=True)
 class Features:
@@ -60,7 +57,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """The layer without its projections and their launches."""
+        """The layer without the bytes of its weights."""
         return sum(term.seconds for term in self.terms.values()) - self.hidden
 
     @property
@@ -163,8 +160,7 @@ def step_cost(
         layer_cost(hardware, geometry.layer(number), layer, batch=batch, offload=offload)
         for number, layer in enumerate(traffic)
     ]
-    products = PRODUCTS_PER_LAYER * geometry.n_layers + 1
-    launches = products * hardware.node_seconds
+    launches = hardware.launch.step_overhead_us * 1e-6
     return StepCost(
         batch=batch,
         layers=tuple(layers),
@@ -276,7 +272,8 @@ def _bandwidth(hardware: Hardware, layer: LayerInfo, name: str, offload: Offload
 
 def _projections(hardware: Hardware, weights_bytes: float, batch: int, item_bytes: int) -> Term:
     """Projections, MLP and output layer: their weights are read once, and multiplied with each token."""
-    reading = weights_bytes / hardware.device_memory.read_bytes_per_second
+    memory = hardware.device_memory
+    reading = weights_bytes / (memory.weights_bytes_per_second or memory.read_bytes_per_second)
     multiplying = 2.0 * batch * weights_bytes / item_bytes / hardware.matmul_flops_per_second
     resource: Resource = "device memory" if reading >= multiplying else "compute"
     return Term(max(reading, multiplying), 0.0, weights_bytes, resource)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from kvtune.hardware.clock import graphed, seconds_of, wall_seconds_of
 from kvtune.hardware.machine import GatherRate
@@ -14,9 +13,10 @@ from kvtune.hardware.machine import GatherRate
 ROW_BYTES = (256, 2048)
 """Rows that are gathered: one key of 128 16-bit values, and a page's eight."""
 
-_HIDDEN, _WIDE, _HEAD = 4096, 14336, 128
-_SHORT = 16
-"""Layers in the graph that times one layer's overhead."""
+_NARROW = 128
+"""Width of layers whose weights take no time."""
+_FEW, _MANY = 4, 20
+"""Layers of the two models that time a layer's overhead."""
 
 
 def read_rate(device: torch.device, n_bytes: int, repeats: int) -> float:
@@ -72,13 +72,71 @@ def node_seconds(device: torch.device, count: int, repeats: int) -> float | None
     return None if replay is None else seconds_of(replay, device, repeats) / count
 
 
-def layer_overhead(device: torch.device, repeats: int) -> float:
-    """A decoder layer's norms, rotary positions, residuals and activation, one token, of an 8B model's width.
+def step_overheads(device: torch.device, repeats: int) -> tuple[float, float]:
+    """Seconds of a decoder layer without attention and its weights' bytes, and of a step beside its layers.
 
-    In a CUDA graph where there are graphs.
+    From transformers' Llama, so narrow that its weights take no time, with few layers and with more; one
+    token, in a CUDA graph where there are graphs.
     """
-    body = _layers_without_products(device)
-    return seconds_of(graphed(body, device) or body, device, repeats) / _SHORT
+    few, many = (_narrow_step(device, layers, repeats) for layers in (_FEW, _MANY))
+    layer = max(many - few, 0.0) / (_MANY - _FEW)
+    return layer, max(few - _FEW * layer, 0.0)
+
+
+def weights_rate(device: torch.device, width: int, repeats: int) -> float:
+    """Bytes per second at which one token's products read the weights of a layer ``width`` wide.
+
+    The shapes are an 8B model's in proportion. What the same products of a narrow layer take, their starts,
+    is taken off: a layer's overhead counts it.
+    """
+    wide, narrow = _Products(device, width), _Products(device, _NARROW)
+    took, started = (seconds_of(graphed(one, device) or one, device, repeats) for one in (wide, narrow))
+    return wide.weights_bytes / max(took - started, 0.1 * took)
+
+
+class _Products:
+    """The seven products of a Llama layer with one token: q, k, v, o, gate, up, down."""
+
+    def __init__(self, device: torch.device, width: int) -> None:
+        wide, kv = width * 7 // 2, width // 4
+        self.weights = [
+            torch.zeros(rows, columns, dtype=torch.bfloat16, device=device)
+            for rows, columns in (
+                (width, width), (kv, width), (kv, width), (width, width), (wide, width), (wide, width),
+                (width, wide),
+            )
+        ]  # fmt: skip
+        self.tokens = {
+            size: torch.zeros(1, size, dtype=torch.bfloat16, device=device) for size in (width, wide)
+        }
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(weight.nbytes for weight in self.weights)
+
+    def __call__(self) -> None:
+        for weight in self.weights:
+            torch.nn.functional.linear(self.tokens[weight.shape[1]], weight)
+
+
+def _narrow_step(device: torch.device, layers: int, repeats: int) -> float:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from kvtune.models import PassingCache, attention_through, decode_step
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=_NARROW, intermediate_size=_NARROW * 7 // 2, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=1,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    model.to(device=device, dtype=torch.bfloat16)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+
+    def body() -> None:
+        decode_step(model, token, token, PassingCache())
+
+    with attention_through(model, lambda module, query, *_, **__: (query.transpose(1, 2), None)):
+        return seconds_of(graphed(body, device) or body, device, repeats)
 
 
 def _small_kernels(device: torch.device, count: int) -> Callable[[], None]:
@@ -89,34 +147,3 @@ def _small_kernels(device: torch.device, count: int) -> Callable[[], None]:
             number.add_(1.0)
 
     return body
-
-
-def _layers_without_products(device: torch.device) -> Callable[[], None]:
-    dtype = torch.bfloat16
-    hidden = torch.ones(1, _HIDDEN, dtype=dtype, device=device)
-    wide = torch.ones(1, _WIDE, dtype=dtype, device=device)
-    queries = torch.ones(_HIDDEN // _HEAD, _HEAD, dtype=dtype, device=device)
-    keys, angles = queries[:8].clone(), torch.ones(_HEAD, dtype=dtype, device=device)
-
-    def body() -> None:
-        for _ in range(_SHORT):
-            _norm(hidden)
-            _rotate(queries, angles)
-            _rotate(keys, angles)
-            torch.add(hidden, hidden)
-            _norm(hidden)
-            torch.mul(torch.nn.functional.silu(wide), wide)
-            torch.add(hidden, hidden)
-
-    return body
-
-
-def _norm(hidden: Tensor) -> Tensor:
-    return torch.nn.functional.rms_norm(hidden, (hidden.shape[-1],), hidden[0])
-
-
-def _rotate(vectors: Tensor, angles: Tensor) -> Tensor:
-    """Rotary positions as the reference implementations write them."""
-    half = vectors.shape[-1] // 2
-    turned = torch.cat([-vectors[..., half:], vectors[..., :half]], -1)
-    return vectors * angles + turned * angles

@@ -56,11 +56,16 @@ class GatherRate(Strict):
 
 
 class DeviceMemory(Strict):
-    """Memory that attention reads: the GPU's, or the host's where there is no GPU."""
+    """Memory that attention reads: the GPU's, or the host's where there is no GPU.
+
+    ``weights_bytes_per_second``: weights as the products of one token with them read them (``None``: as
+    ``read_bytes_per_second``).
+    """
 
     bytes: Count
     read_bytes_per_second: Rate
     copy_bytes_per_second: Rate
+    weights_bytes_per_second: Rate | None = None
     gather: tuple[GatherRate, ...] = ()
 
 
@@ -103,13 +108,16 @@ class Launch(Strict):
     """What starting work costs, in microseconds.
 
     ``kernel_us``: one kernel from Python, back to back with others; ``graph_node_us``: one node of a CUDA
-    graph (``None``: no graphs); ``layer_overhead_us``: a decoder layer's norms, rotary positions, residuals
-    and activation at one token, in a graph where there are graphs.
+    graph (``None``: no graphs); ``layer_overhead_us``: a decoder layer without its attention and its weights'
+    bytes (norms, rotary positions, residuals, activation, starting its products) at one token, and
+    ``step_overhead_us`` what a step has beside its layers (embedding, last norm, output layer's start), both
+    as transformers writes them, in a graph where there are graphs.
     """
 
     kernel_us: NonNegative
     graph_node_us: NonNegative | None = None
     layer_overhead_us: NonNegative
+    step_overhead_us: NonNegative
 
 
 class Stage(Strict):

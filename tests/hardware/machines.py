@@ -28,7 +28,7 @@ PLAIN: dict[str, Any] = {
             {"bytes": 100_000_000, "bytes_per_second": 2e10},
         ]
     },
-    "launch": {"kernel_us": 5.0, "graph_node_us": 2.0, "layer_overhead_us": 10.0},
+    "launch": {"kernel_us": 5.0, "graph_node_us": 2.0, "layer_overhead_us": 10.0, "step_overhead_us": 30.0},
     "matmul_flops_per_second": 1e14,
 }
 STAGES: dict[str, Any] = {

@@ -33,7 +33,7 @@ def test_a_step_by_hand():
     sparse = scan + choose + id_copy + max(estimate, lookup + fetch) + attend + update + append + 10 * US
     dense = node + 4 * 50_000 / 1e12 + append + 10 * US
     projections = max(5e8 / 1e12, 2 * 4 * 2.5e8 / 1e14)
-    launches = (7 * 3 + 1) * node
+    launches = 30 * US
     assert cost.seconds == pytest.approx(2 * sparse + dense + projections + launches, rel=1e-12)
     assert cost.tokens_per_second == pytest.approx(4 / cost.seconds)
     assert cost.layers[0].attention_seconds == pytest.approx(sparse - 10 * US, rel=1e-12)
@@ -172,9 +172,17 @@ def test_gathers_go_by_the_nearest_size():
 
 
 def test_without_graphs_a_kernel_is_a_launch():
-    launch = {"kernel_us": 5.0, "layer_overhead_us": 0.0}
+    launch = {"kernel_us": 5.0, "layer_overhead_us": 0.0, "step_overhead_us": 0.0}
     cost = step_cost(machine(launch=launch), GEOMETRY, TRAFFIC)
-    assert cost.launches.seconds == pytest.approx(22 * 5 * US)
+    assert cost.layers[0].terms["lookup"].seconds == pytest.approx(5 * US)
+
+
+def test_weights_are_read_at_a_rate_of_their_own():
+    memory = {"bytes": 1, "read_bytes_per_second": 1e12, "copy_bytes_per_second": 1e12}
+    for rate, seconds in ((None, 5e-4), (5e11, 1e-3)):
+        hardware = machine(device_memory={**memory, "weights_bytes_per_second": rate})
+        cost = step_cost(hardware, GEOMETRY, TRAFFIC, weights_bytes=5e8, offload="none")
+        assert cost.projections.seconds == pytest.approx(seconds)
 
 
 def test_the_attention_reads_tokens_and_the_bus_carries_tokens():
