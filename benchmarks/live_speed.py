@@ -2,8 +2,9 @@
 
 Full attention is flash SDPA over all keys in one CUDA graph, like the fused step. The 8B shape has random
 weights (its keys are no real ones: speed only); other models are named by path, and ``--prompt code`` gives
-them real text. Steps are greedy. Prefill is one pass with flash attention; the index build is timed warm,
-behind it (``index_build_share``) and beside it, a layer each while the model goes on
+them real text. Steps are greedy; beside each stands what the cost model says, given ``--hardware`` and the
+page hits. Prefill is one pass with flash attention; the index build is timed warm, behind it
+(``index_build_share``) and beside it, a layer each while the model goes on
 (``index_build_share_overlapped``: the seconds more of prefill and build together).
 
 Run from the repository root: ``PYTHONPATH=. python benchmarks/live_speed.py --contexts 32768,131072``.
@@ -23,12 +24,15 @@ import torch
 from prefill_speed import now, prefilled, prefilled_and_built, prompt, seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvtune.hardware import Hardware, step_cost, wave_traffic
 from kvtune.models import LoadedModel, Rope, adopt, attention_through, cached, load_model
 from kvtune.policies.plan import Plan
 from kvtune.policies.wave_index import WaveIndex
+from kvtune.profiles.hardware_presets import load_hardware
 from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder
 from kvtune.runtime.fused_offload import FusedWaveOffload
+from kvtune.runtime.step_prediction import weights_read
 
 STEPS = 48
 PLAN = Plan(WaveIndex())
@@ -44,6 +48,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1")
     parser.add_argument("--cache", default="0.05", help="page cache fractions of --offload cpu, a row each")
     parser.add_argument("--prompt", choices=("code", "random"), default="random", help="code: needs --model")
+    parser.add_argument("--hardware", default="h200", help="machine that the step is predicted on")
     parser.add_argument("--name", default="live_speed")
     options = parser.parse_args()
     if options.prompt == "code" and not options.model:
@@ -51,6 +56,7 @@ def main() -> None:
     if out := os.environ.get("OUT"):
         recording.RESULTS = Path(out)
     loaded = load_model(options.model, rope=Rope(options.rope)) if options.model else random_8b()
+    hardware = load_hardware(options.hardware)
     rows: list[dict[str, Any]] = []
     fractions = [float(part) for part in options.cache.split(",")]
     for context in map(int, options.contexts.split(",")):
@@ -58,7 +64,7 @@ def main() -> None:
         for batch in map(int, options.batches.split(",")):
             try:
                 found = measure(loaded, options.model or "8B shape, random weights", ids, batch, fractions)
-                rows += [{**row, "prompt": options.prompt} for row in found]
+                rows += [{**predicted(loaded, hardware, row), "prompt": options.prompt} for row in found]
             except torch.OutOfMemoryError:
                 print(f"{batch} x {context}: no room")
             release()
@@ -126,6 +132,21 @@ def measure(
         print(f"{shape} built beside the prefill: {1e3 * together:.0f} ms against {1e3 * prefill:.0f}, "
               f"{100 * share:.1f}% more, {1e3 * left:.0f} ms of it behind", flush=True)  # fmt: skip
     return rows
+
+
+def predicted(loaded: LoadedModel, hardware: Hardware, row: dict[str, Any]) -> dict[str, Any]:
+    """The row of a step with what the cost model says of it, given its page hits."""
+    if row["name"] != "live_decode_step":
+        return row
+    hits = 1.0 if row["page_hit_ratio"] is None else row["page_hit_ratio"]
+    traffic = wave_traffic(loaded.geometry, row["context"], PLAN.policy, hit_ratio=hits)
+    cost = step_cost(
+        hardware, loaded.geometry, traffic, batch=row["batch"], weights_bytes=weights_read(loaded),
+        offload=row["offload"],
+    )  # fmt: skip
+    print(f"  {row['offload']} {row['cache_fraction']}: predicted {1e3 * cost.seconds:.2f} ms, "
+          f"live {row['value']:.2f} ms", flush=True)  # fmt: skip
+    return {**row, "predicted_ms": 1e3 * cost.seconds}
 
 
 def share_row(name: str, share: float, prefill: float, more: dict[str, Any]) -> dict[str, Any]:
