@@ -17,9 +17,9 @@ from kvtune.policies.plan import Plan
 from kvtune.progress import Progress, silent
 from kvtune.runtime.engine import FUSED, TORCH, Engine, EngineOptions
 from kvtune.runtime.full_speed import time_full_steps
-from kvtune.runtime.fused_decoder import FusedDecoder, KeysValues
+from kvtune.runtime.fused_decoder import FusedDecoder, KeysValues, held_by
 from kvtune.runtime.fused_methods import plan_refusal
-from kvtune.runtime.greedy_steps import TRIALS, capture_step, greedy_steps, held_by, likeliest, release
+from kvtune.runtime.greedy_steps import TRIALS, capture_step, greedy_steps, likeliest, release
 from kvtune.runtime.kernel_check import check_kernels
 from kvtune.runtime.measurements import LiveRun, Predict
 from kvtune.runtime.prompt_batch import Prefilled, PromptBatch, prefill

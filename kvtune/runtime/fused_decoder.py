@@ -12,6 +12,7 @@ from kvtune.caching import AccessLog, Unit, UnitAccesses
 from kvtune.models import LoadedModel, PassingCache, decode_step
 from kvtune.policies.plan import Plan
 from kvtune.runtime.block_cache import Counters, count_only
+from kvtune.runtime.engine import HeldBytes, full_kv_bytes
 from kvtune.runtime.fused_layer import FusedLayer, LayerStore
 from kvtune.runtime.fused_methods import fused_layer
 from kvtune.runtime.fused_offload import FusedWaveOffload
@@ -210,6 +211,23 @@ class FusedDecoder:
 def layer_window(plan: Plan, number: int, loaded: LoadedModel) -> int:
     """Prompt queries that the policy of a layer wants."""
     return plan.for_layer(loaded.geometry.layer(number)).prompt_window
+
+
+def held_by(decoder: FusedDecoder) -> HeldBytes:
+    """Bytes of all sequences of a decoder."""
+    total = {"kv": 0, "cache": 0, "index": 0, "buffers": 0}
+    for layer in decoder.layers:
+        for name, size in layer.gpu_bytes().items():
+            total[name] += size
+    return HeldBytes(
+        cache=total["cache"],
+        index=total["index"],
+        buffers=total["buffers"],
+        steady=total["kv"],
+        host=sum(layer.host_bytes() for layer in decoder.layers),
+        full_kv=sum(full_kv_bytes(decoder.loaded.geometry, length) for length in decoder.lengths),
+        counted=False,
+    )
 
 
 def access_log(decoder: FusedDecoder, context: int, sample: int = 0, timeline: int = 0) -> AccessLog:

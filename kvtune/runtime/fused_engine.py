@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,15 @@ from kvtune.capturing import loop
 from kvtune.capturing.hook import Listener, Sink
 from kvtune.capturing.loop import Session
 from kvtune.errors import InputError
-from kvtune.models import LoadedModel, attention_through, cached, sdpa
+from kvtune.models import LoadedModel, cached, sdpa
 from kvtune.policies.plan import Plan
 from kvtune.runtime import stage_times
+from kvtune.runtime.attached import Attached
 from kvtune.runtime.block_cache import Counters
 from kvtune.runtime.build_beside import BuildBeside
 from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, full_kv_bytes
 from kvtune.runtime.full_speed import time_full_steps
-from kvtune.runtime.fused_decoder import FusedDecoder, access_log, cache_answers, layer_window
+from kvtune.runtime.fused_decoder import FusedDecoder, access_log, cache_answers, held_by, layer_window
 from kvtune.runtime.fused_methods import offloads, plan_refusal
 from kvtune.runtime.room import check_layers, free_bytes, free_host_bytes
 
@@ -40,7 +41,7 @@ class _Mark:
     decoder: Any
 
 
-class FusedEngine:
+class FusedEngine(Attached):
     """See :class:`kvtune.runtime.engine.Engine`. Serves the methods of ``fused_methods``, on CUDA devices.
 
     The model's own cache holds prompts and questions: full attention, the reference, goes on from it. The
@@ -72,23 +73,11 @@ class FusedEngine:
                 f"{options.offload} has no effect"
             )
         self._options = options
-        self._attached: AbstractContextManager[None] | None = None
         self._full = False
         self._stepping: FusedDecoder | None = None
         self._beside: BuildBeside | None = None
         self._eager: list[float] = []
         self._listener = Listener()
-        self.start()
-
-    def __enter__(self) -> Self:
-        self._attached = attention_through(self.loaded.model, self._attend)
-        self._attached.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        assert self._attached is not None
-        self._attached.__exit__(None, None, None)
-        self._attached = None
         self.start()
 
     @property
@@ -180,7 +169,7 @@ class FusedEngine:
         """Record the step as a CUDA graph, on a GPU; a note where that fails."""
         if self.loaded.device.type == "cuda":
             try:
-                with self._through(decoder):
+                with self._stepping_by(decoder):
                     decoder.capture()
             except RuntimeError as error:
                 self.notes.append(
@@ -198,7 +187,7 @@ class FusedEngine:
         decoder = self._decoder
         assert decoder is not None
         started = self._now()
-        with self._through(decoder):
+        with self._stepping_by(decoder):
             if self._listener.present:
                 logits = decoder.step_through(self._showing_layer, [token])
             else:
@@ -260,7 +249,7 @@ class FusedEngine:
         if self._decoder is None or self.loaded.device.type != "cuda":
             return
         mark = self._decoder.mark()
-        with self._through(self._decoder):
+        with self._stepping_by(self._decoder):
             found, refused = stage_times.decode_stages(self._decoder, self._logits)
         self._decoder.rewind(mark)
         self.timings.stages, self.timings.stage_steps = found, stage_times.COUNTED
@@ -287,23 +276,12 @@ class FusedEngine:
         return {name: (hits, asked) for name, (hits, asked) in total.items()}
 
     def held_bytes(self) -> HeldBytes:
-        total = {"kv": 0, "cache": 0, "index": 0, "buffers": 0}
-        host = 0
-        for layer in self._decoder.layers if self._decoder is not None else []:
-            for name, size in layer.gpu_bytes().items():
-                total[name] += size
-            host += layer.host_bytes()
-        return HeldBytes(
-            cache=total["cache"],
-            index=total["index"],
-            buffers=total["buffers"],
-            steady=total["kv"],
-            host=host,
-            full_kv=full_kv_bytes(self.loaded.geometry, self.length),
-            counted=False,
-        )
+        if self._decoder is not None:
+            return held_by(self._decoder)
+        full_kv = full_kv_bytes(self.loaded.geometry, self.length)
+        return HeldBytes(cache=0, index=0, buffers=0, steady=0, host=0, full_kv=full_kv, counted=False)
 
-    def _attend(
+    def attention(  # type: ignore[override]
         self,
         module: nn.Module,
         query: Tensor,
@@ -347,7 +325,7 @@ class FusedEngine:
         return self._queries.get(number, none)
 
     @contextmanager
-    def _through(self, decoder: FusedDecoder) -> Iterator[None]:
+    def _stepping_by(self, decoder: FusedDecoder) -> Iterator[None]:
         """Inside, the model's attention is the decoder's."""
         self._stepping = decoder
         try:

@@ -1,4 +1,4 @@
-"""Timed greedy steps of a fused decoder, and what it holds."""
+"""Timed greedy steps of a fused decoder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kvtune.models import LoadedModel
-from kvtune.runtime.engine import HeldBytes, full_kv_bytes
 from kvtune.runtime.fused_decoder import FusedDecoder
 
 TRIALS = 2
@@ -62,23 +61,6 @@ def likeliest(loaded: LoadedModel, logits: Tensor) -> Tensor:
     """Each row's most likely token [B] that does not end the text: every sequence goes on to the end."""
     banned = torch.tensor(sorted(loaded.eos_ids), dtype=torch.int64, device=logits.device)
     return logits.index_fill(1, banned, -torch.inf).argmax(1)
-
-
-def held_by(decoder: FusedDecoder) -> HeldBytes:
-    """Bytes of all sequences of a decoder."""
-    total = {"kv": 0, "cache": 0, "index": 0, "buffers": 0}
-    for layer in decoder.layers:
-        for name, size in layer.gpu_bytes().items():
-            total[name] += size
-    return HeldBytes(
-        cache=total["cache"],
-        index=total["index"],
-        buffers=total["buffers"],
-        steady=total["kv"],
-        host=sum(layer.host_bytes() for layer in decoder.layers),
-        full_kv=sum(full_kv_bytes(decoder.loaded.geometry, length) for length in decoder.lengths),
-        counted=False,
-    )
 
 
 def release(loaded: LoadedModel) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,9 @@ from kvtune.caching import AccessLog, Unit
 from kvtune.capturing import loop
 from kvtune.capturing.hook import Sink
 from kvtune.capturing.loop import Session
-from kvtune.models import LoadedModel, attention_through, cached
+from kvtune.models import LoadedModel, cached
 from kvtune.policies.plan import Plan
+from kvtune.runtime.attached import Attached
 from kvtune.runtime.engine import EngineOptions, HeldBytes, Timings, dense_bytes, full_kv_bytes
 from kvtune.runtime.forking import fork_index
 from kvtune.runtime.hook import SparseAttention
@@ -34,7 +35,7 @@ class _Mark:
     layers: dict[int, LayerState]
 
 
-class TorchEngine:
+class TorchEngine(Attached):
     """See :class:`kvtune.runtime.engine.Engine`. Keys and values stay where the model makes them.
 
     The block caches count and move nothing, so the bytes it reports are counted, not allocated. Stages are
@@ -56,19 +57,10 @@ class TorchEngine:
             )
         self._options = options
         self._hook = SparseAttention(self._sequence())
-        self._attached: AbstractContextManager[None] | None = None
         self.start()
 
-    def __enter__(self) -> Self:
-        self._attached = attention_through(self.loaded.model, self._hook)
-        self._attached.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        assert self._attached is not None
-        self._attached.__exit__(None, None, None)
-        self._attached = None
-        self.start()
+    def attention(self, *arguments: Any, **options: Any) -> tuple[Tensor, Any]:
+        return self._hook(*arguments, **options)
 
     @property
     def length(self) -> int:
