@@ -170,7 +170,7 @@ def stages(layer: FusedWave, query: Tensor, key: Tensor, value: Tensor) -> dict[
             grouped, layer.centroids, layer.visible, layer.logits, layer.stats, LAYER.scaling
         ),
         "choose": lambda: choose_and_cut(layer),
-        "estimate": lambda: layer.attention.estimate(estimate),
+        "estimate": lambda: layer.attention.estimate(estimate, grouped, LAYER.scaling),
         "attend": lambda: layer.attention(
             grouped, store.keys, store.values, layer.rows, layer.out, LAYER.scaling, layer.choice.n_estimated
         ),

@@ -66,6 +66,9 @@ def estimation_zone(
     A cluster of size s, centroid c and value sum V contributes s·e^{q·c} to the denominator and
     V·e^{q·c} to the numerator: a token with logit q·c + ln s and value V / s. queries [T, H, G, d],
     estimated [T, H, E] with -1 as padding.
+
+    That weighs a cluster too little, as the mean of e^{q·k} is at least e^{q·c} (Jensen). With ``spreads`` r²
+    the logit gains ½ |q|² r² / d: what the second cumulant adds where keys spread evenly in all directions.
     """
     chosen = estimated.clamp_min(0)
     centroids = _gather_rows(clusters.centroids.float(), chosen)
@@ -76,8 +79,14 @@ def estimation_zone(
         mean = torch.gather(clusters.mean_positions.expand(len(chosen), -1, -1), 2, chosen)
         distance = (query_positions[:, None, None] - mean)[:, :, None, :]
     dots = torch.matmul(queries.float(), centroids.transpose(2, 3))
+    if clusters.spreads is not None:
+        spreads = torch.gather(clusters.spreads.expand(len(chosen), -1, -1), 2, chosen)
+        norms = (layer.scaling * queries.float()).square().mean(-1)
+        gains = 0.5 * norms[..., None] * spreads[:, :, None, :]
+    else:
+        gains = torch.zeros((), device=dots.device)
     absent = (estimated < 0) | (sizes == 0)
-    logits = shape_scores(dots, layer, distance) + torch.log(sizes.clamp_min(1))[:, :, None, :]
+    logits = shape_scores(dots, layer, distance) + torch.log(sizes.clamp_min(1))[:, :, None, :] + gains
     logits = logits.masked_fill(absent[:, :, None, :], -math.inf)
     return Zone(logits, sums / sizes.clamp_min(1)[..., None])
 

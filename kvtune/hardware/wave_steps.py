@@ -167,7 +167,9 @@ def _partial_step(
     if "estimate" in parts:
         with attention.beside():
             attention.estimate(
-                Estimate(layer.logits, layer.sizes, layer.value_sums, choice.estimated, choice.n_estimated)
+                Estimate(layer.logits, layer.sizes, layer.value_sums, choice.estimated, choice.n_estimated),
+                grouped,
+                info.scaling,
             )
     rows = _offloaded_rows(layer, parts) if isinstance(layer, FusedWaveOffload) else _rows(layer, parts)
     attention(

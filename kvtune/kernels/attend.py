@@ -2,7 +2,7 @@
 
 A unit is one kv head of one sequence; its query heads share every row that is read. Zones merge by
 log-sum-exp in float32 (RetroInfer, arXiv 2505.02922): an estimated cluster of size s, logit l and value sum
-V adds s·e^l to the denominator and V·e^l to the numerator.
+V adds s·e^l to the denominator and V·e^l to the numerator. With a spread r², l gains ½ |scale·q|² r² / d.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Estimate:
     """Which clusters are attended by their estimate.
 
     logits [U, G, C] float32, sizes [U, C] int32, value_sums [U, C, dv]; the first ``n`` [U] of
-    ``clusters`` [U, E] int32.
+    ``clusters`` [U, E] int32. ``spreads`` [U, C] float32, where logits are corrected for them.
     """
 
     logits: Tensor
@@ -62,6 +62,7 @@ class Estimate:
     value_sums: Tensor
     clusters: Tensor
     n: Tensor
+    spreads: Tensor | None = None
 
 
 class SparseAttention:
@@ -111,15 +112,17 @@ class SparseAttention:
             torch.cuda.current_stream().wait_stream(self.side)
             self._forked = False
 
-    def estimate(self, zone: Estimate) -> None:
-        """Attend the clusters of ``zone``; the next call merges them in."""
-        units, group = zone.logits.shape[:2]
+    def estimate(self, zone: Estimate, queries: Tensor, scaling: float) -> None:
+        """Attend the clusters of ``zone`` by queries [U, G, d]; the next call merges them in."""
+        units, group, dim = queries.shape
         width = zone.value_sums.shape[2]
+        spreads = zone.spreads
         _estimate_kernel[(self.n_estimated, units)](
-            zone.logits, zone.sizes, zone.value_sums, zone.clusters, zone.n, self.sums, self.peaks,
+            zone.logits, zone.sizes, zone.value_sums, zone.clusters, zone.n, queries,
+            queries if spreads is None else spreads, self.sums, self.peaks,
             zone.sizes.shape[1], zone.clusters.shape[1], zone.value_sums.stride(0),
-            units, self.sums.shape[1], self.n_exact, self.estimated_chunk, width, group,
-            WIDTH=padded(width), GROUP=ROWS, TILE=ESTIMATED.tile,
+            units, self.sums.shape[1], self.n_exact, self.estimated_chunk, dim, width, group, scaling,
+            DIM=padded(dim), WIDTH=padded(width), GROUP=ROWS, TILE=ESTIMATED.tile, SPREAD=spreads is not None,
             num_warps=ESTIMATED.warps, num_stages=ESTIMATED.stages,
         )  # fmt: skip
 
@@ -259,9 +262,9 @@ def _exact_kernel(
 
 @triton.jit
 def _estimate_kernel(
-    logits, sizes, value_sums, clusters, n_clusters, part_sums, part_peaks,
-    n_sizes, n_chosen, sum_stride, units, parts, first_part, chunk, width, group,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    logits, sizes, value_sums, clusters, n_clusters, queries, spreads, part_sums, part_peaks,
+    n_sizes, n_chosen, sum_stride, units, parts, first_part, chunk, dim, width, group, scaling,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     part, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     count = tl.load(n_clusters + unit)
@@ -271,6 +274,14 @@ def _estimate_kernel(
         peak = tl.full([GROUP], float("-inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
         sums = tl.zeros([GROUP, WIDTH], tl.float32)
+        if SPREAD:
+            channel = tl.arange(0, DIM)
+            query = tl.load(
+                queries + (unit * group + head[:, None]) * dim + channel[None, :],
+                mask=(head < group)[:, None] & (channel < dim)[None, :],
+                other=0.0,
+            ).to(tl.float32)
+            gain = tl.sum(query * query, 1) * (0.5 * scaling * scaling / dim)
         for at in range(first, tl.minimum(first + chunk, count), TILE):
             slot = at + tl.arange(0, TILE)
             inside = slot < count
@@ -287,6 +298,9 @@ def _estimate_kernel(
                 other=float("-inf"),
             )
             scores += tl.log(size)[None, :]
+            if SPREAD:
+                spread = tl.load(spreads + unit * n_sizes + cluster, mask=inside, other=0.0)
+                scores += gain[:, None] * spread[None, :]
             weights, peak, total, sums = _softmax_step(scores, peak, total, sums)
             total += tl.sum(weights, 1)
             weights = weights / size[None, :]

@@ -17,17 +17,20 @@ from kvtune.geometry import PAGE_TOKENS, LayerInfo, ModelGeometry
 class Clusters:
     """What the estimation zone reads: centroids [H, C, d], sizes [H, C], value sums [H, C, dv].
 
-    ``mean_positions`` [H, C] serves position biases (ALiBi) only.
+    ``mean_positions`` [H, C] serves position biases (ALiBi) only. ``spreads`` [H, C] float32, where weights
+    are corrected for them: mean squared distance of a cluster's keys to its centroid.
     """
 
     centroids: Tensor
     sizes: Tensor
     value_sums: Tensor
     mean_positions: Tensor | None = None
+    spreads: Tensor | None = None
 
     def stored_bytes(self, item_bytes: int) -> int:
-        """Centroids and value sums at the model's precision, sizes of 4 bytes."""
-        return (self.centroids.numel() + self.value_sums.numel()) * item_bytes + self.sizes.numel() * 4
+        """Centroids and value sums at the model's precision, sizes (and spreads) of 4 bytes."""
+        numbers = self.sizes.numel() * (4 if self.spreads is None else 8)
+        return (self.centroids.numel() + self.value_sums.numel()) * item_bytes + numbers
 
 
 @dataclass
@@ -109,11 +112,12 @@ class Selection:
         """Bytes one step reads from device memory, [T, H]: scan + estimation + exact pages.
 
         An estimated cluster's centroid is already part of the scan; it adds its value sum (model
-        precision) and its size (4 bytes).
+        precision) and its size (4 bytes; its spread, where used, as many).
         """
         total = self.scan_bytes + self.pages() * layer.page_bytes
         if self.estimated is not None:
-            total = total + (self.estimated >= 0).sum(-1) * (layer.value_dim * layer.item_bytes + 4)
+            numbers = 4 if self.clusters is None or self.clusters.spreads is None else 8
+            total = total + (self.estimated >= 0).sum(-1) * (layer.value_dim * layer.item_bytes + numbers)
         return total
 
 

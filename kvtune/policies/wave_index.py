@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,9 +28,11 @@ class WaveIndex(Policy):
     not estimated. ``estimate='all'`` estimates every cluster not retrieved (the paper's text),
     ``'budget'`` only the next ``estimation`` share (its code).
 
+    ``spread_correction`` (0) multiplies what an estimated cluster's logit gains for the spread of its keys.
+    ``head_shares`` ("0.5,1,1.5", one a kv head; empty: all 1) multiply ``retrieval`` in each kv head.
     ``pinned`` spans of positions ("0-100,250-300", both ends included) are always resident and in no cluster.
     ``refresh`` R makes every R-th decode step a full one that retrieves all clusters and scores none (0:
-    never). Neither is RetroInfer's.
+    never). None of these is RetroInfer's.
 
     Clusters are ranked by the sum over the GQA group of softmax(q·c). Below 1,024 tokens outside the
     steady zone, attention is full; a prompt that pins all but fewer joins 1,024 positions at a time, as
@@ -45,6 +47,8 @@ class WaveIndex(Policy):
     local: int = retroinfer.LOCAL
     buffer_clusters: int = retroinfer.BUFFER_CLUSTERS
     estimate: str = "budget"
+    spread_correction: float = 0.0
+    head_shares: str = ""
     pinned: str = ""
     refresh: int = 0
 
@@ -66,7 +70,13 @@ class WaveIndex(Policy):
         check(
             self.estimate in ("budget", "all"), self, f"estimate is 'budget' or 'all', not '{self.estimate}'"
         )
+        check(self.spread_correction >= 0, self, "spread_correction must be 0 or more")
         check(self.refresh >= 0, self, f"refresh must be 0 or more steps, not {self.refresh}")
+        check(
+            all(0 <= share < math.inf for share in self._shares()),
+            self,
+            f"head_shares must be 0 or more, not '{self.head_shares}'",
+        )
         parse_spans(self.pinned)
 
     def build_key(self) -> tuple[Any, ...]:
@@ -84,9 +94,22 @@ class WaveIndex(Policy):
             steady=self.sink + self.local,
         )
 
+    def head_counts(self, context: int) -> list[retroinfer.V1Counts]:
+        """:meth:`counts` of each kv head; one entry that holds for all where ``head_shares`` is empty."""
+        budgets = [min(self.retrieval * share, 1.0) for share in self._shares()] or [self.retrieval]
+        return [replace(self, retrieval=max(b, 1e-9), head_shares="").counts(context) for b in budgets]
+
+    def _shares(self) -> list[float]:
+        try:
+            return [float(share) for share in self.head_shares.split(",")] if self.head_shares else []
+        except ValueError:
+            return [math.nan]
+
     def build(self, keys: Tensor, values: Tensor, prompt_queries: Tensor, layer: LayerInfo) -> WaveIndexState:
         check(layer.window is None, self, f"layer {layer.layer} has a sliding window; keep it dense")
         heads, n, dim = keys.shape
+        shares = len(self._shares())
+        check(shares in (0, heads), self, f"head_shares names {shares} kv heads, there are {heads}")
         sink = min(self.sink, n)
         pinned = parse_spans(self.pinned)
         context = n - len(span_positions(pinned, sink, n - self.local, keys.device))
@@ -119,33 +142,39 @@ class WaveIndex(Policy):
 
     def select(self, index: WaveIndexState, queries: Tensor, positions: Tensor) -> Selection:
         heads = queries.shape[1]
-        counts = self.counts(index.context)
+        counts = self.head_counts(index.context)
         grown = self._grown(index, positions)
         tail = index.prompt_end + grown * retroinfer.UPDATE_TOKENS
         steady = per_head(self._resident(index, positions, tail), heads)
-        visible = counts.n_centroids + grown * counts.growth.centroids
+        visible = counts[0].n_centroids + grown * counts[0].growth.centroids
         full = self._full_steps(index, positions)
         scanned = torch.where(full, 0, visible) * index.layer.head_dim * index.layer.item_bytes
         scan = per_head(scanned[:, None], heads)[..., 0]
         if index.clusters.sizes.shape[1] == 0 or int(visible.max()) == 0:
             return Selection(steady, scan)
-        nprobe = torch.where(full, visible, counts.nprobe + grown * counts.growth.nprobe)
+        nprobe = torch.where(full[:, None], visible[:, None], _zone("nprobe", counts, grown))
         ranked = self._rank(index, queries, visible)
         column = torch.arange(ranked.shape[2], device=ranked.device)
-        probed = torch.where(column < nprobe[:, None, None], ranked, -1)[..., : int(nprobe.max())]
+        probed = torch.where(column < nprobe[..., None], ranked, -1)[..., : int(nprobe.max())]
         kept, pages, tokens, truncated = self._fill_buffer(index, counts, probed, nprobe)
         retrieved = cluster_tokens(kept, index.order, index.offsets)
         return Selection(
             positions=torch.cat([steady, retrieved], -1),
             scan_bytes=scan,
             resident=steady.shape[2],
-            estimated=self._estimated(ranked, nprobe, counts.es + grown * counts.growth.es),
-            clusters=index.clusters,
+            estimated=self._estimated(ranked, nprobe, _zone("es", counts, grown)),
+            clusters=self._weighed(index.clusters),
             blocks=kept,
             block_pages=pages,
             block_tokens=tokens,
             truncated=truncated,
         )
+
+    def _weighed(self, clusters: Clusters) -> Clusters:
+        """Clusters with the share of their spreads that corrects their weights."""
+        if clusters.spreads is None or not self.spread_correction:
+            return replace(clusters, spreads=None)
+        return replace(clusters, spreads=self.spread_correction * clusters.spreads)
 
     def _resident(self, index: WaveIndexState, positions: Tensor, tail: Tensor) -> Tensor:
         """Steady zone, dense tail and the pinned tokens between them, [T, S]."""
@@ -182,14 +211,15 @@ class WaveIndex(Policy):
         return torch.where(torch.isinf(best) | torch.isnan(best), -1, ranked)
 
     def _fill_buffer(
-        self, index: WaveIndexState, counts: retroinfer.V1Counts, probed: Tensor, nprobe: Tensor
+        self, index: WaveIndexState, counts: list[retroinfer.V1Counts], probed: Tensor, nprobe: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Keep clusters in rank order while their pages fit the execution buffer; drop the rest."""
         sizes = torch.gather(index.clusters.sizes.expand(len(probed), -1, -1), 2, probed.clamp_min(0))
         sizes = torch.where(probed >= 0, sizes, 0)
         pages = (sizes + PAGE_TOKENS - 1) // PAGE_TOKENS
-        room = torch.maximum(torch.full_like(nprobe, counts.buffer_clusters), 4 * nprobe)
-        fits = pages.cumsum(-1) <= (room * counts.pages_per_cluster)[:, None, None]
+        least = torch.tensor([each.buffer_clusters for each in counts], device=nprobe.device)
+        room = torch.maximum(least.expand_as(nprobe), 4 * nprobe) * counts[0].pages_per_cluster
+        fits = pages.cumsum(-1) <= room[..., None]
         kept = torch.where(fits & (probed >= 0), probed, -1)
         truncated = ((probed >= 0) & ~fits).sum(-1)
         return kept, torch.where(fits, pages, 0), torch.where(fits, sizes, 0), truncated
@@ -200,11 +230,11 @@ class WaveIndex(Policy):
         if int((last - nprobe).max()) <= 0:
             return None
         column = torch.arange(ranked.shape[2], device=ranked.device)
-        inside = (column >= nprobe[:, None, None]) & (column < last[:, None, None])
+        inside = (column >= nprobe[..., None]) & (column < last[..., None])
         return torch.where(inside, ranked, -1)[..., int(nprobe.min()) : int(last.max())]
 
     def index_bytes(self, index: WaveIndexState, layer: LayerInfo) -> int:
-        return index.clusters.stored_bytes(layer.item_bytes)
+        return self._weighed(index.clusters).stored_bytes(layer.item_bytes)
 
     @classmethod
     def lossless(cls, n: int) -> dict[str, Any]:
@@ -219,4 +249,12 @@ class WaveIndex(Policy):
             "segment": trial.suggest_categorical("segment", [1024, 2048, 4096, 8192, 16384]),
             "sink": trial.suggest_categorical("sink", [0, 4, 16]),
             "local": trial.suggest_categorical("local", [16, 32, 64, 128]),
+            "spread_correction": trial.suggest_float("spread_correction", 0.0, 1.0),
         }
+
+
+def _zone(name: str, counts: list[retroinfer.V1Counts], grown: Tensor) -> Tensor:
+    """Clusters of a zone (``nprobe`` or ``es``) after ``grown`` [T] segments joined, [T, H] or [T, 1]."""
+    first = torch.tensor([getattr(each, name) for each in counts], device=grown.device)
+    more = torch.tensor([getattr(each.growth, name) for each in counts], device=grown.device)
+    return first + grown[:, None] * more

@@ -19,7 +19,7 @@ from kvtune.policies.spans import span_positions
 class WaveIndexState:
     """Clusters of one layer, in order of creation: those of the prompt, then 1,024 tokens at a time.
 
-    clusters: centroids [H, C, d] and value sums [H, C, dv] at the model's precision, sizes [H, C]
+    clusters: centroids [H, C, d] and value sums [H, C, dv] at the model's precision, sizes and spreads [H, C]
     order [H, M]: token positions sorted by cluster; offsets [H, C + 1] into it
     prompt_length: tokens of the prompt; context: those of them that are not pinned
     sink: how many of them are sinks; prompt_end: where its clusters end
@@ -78,17 +78,31 @@ class WaveIndexState:
             order, offsets = members(clustering.assignment, sizes)
             centroids = clustering.centroids.to(keys.dtype)
             sums = cluster_sums(values, clustering.assignment, count).to(values.dtype)
+            spreads = _spreads(keys, clustering.centroids, clustering.assignment, sizes)
         else:
             sizes = torch.zeros(keys.shape[0], 0, dtype=torch.int64, device=keys.device)
             order, offsets = sizes, sizes.new_zeros(keys.shape[0], 1)
-            centroids, sums = keys, values
+            centroids, sums, spreads = keys, values, sizes.float()
         short = n_centroids - count
         old = self.clusters
+        before = old.sizes.float() if old.spreads is None else old.spreads
         self.clusters = Clusters(
             torch.cat([old.centroids, pad(centroids, (0, 0, 0, short))], 1),
             torch.cat([old.sizes, pad(sizes, (0, short))], 1),
             torch.cat([old.value_sums, pad(sums, (0, 0, 0, short))], 1),
+            spreads=torch.cat([before, pad(spreads, (0, short))], 1),
         )
         ends = torch.cat([offsets[:, 1:], offsets[:, -1:].expand(-1, short)], 1)
         self.offsets = torch.cat([self.offsets, ends + self.order.shape[1]], 1)
         self.order = torch.cat([self.order, free[order]], 1)
+
+
+def _spreads(keys: Tensor, centroids: Tensor, assignment: Tensor, sizes: Tensor) -> Tensor:
+    """Mean squared distance of each cluster's keys [H, N, d] to their mean, its centroid: [H, C] float32.
+
+    The mean square of the keys less that of their mean.
+    """
+    squares = torch.linalg.vector_norm(keys, dim=-1, dtype=torch.float32).square()
+    sums = torch.zeros_like(sizes, dtype=torch.float32).scatter_add_(1, assignment, squares)
+    spreads = sums / sizes.clamp_min(1) - centroids.float().square().sum(-1)
+    return torch.where(sizes > 0, spreads.clamp_min(0), 0.0)

@@ -57,7 +57,7 @@ class FusedWave(FusedLayer):
             keys, values = store.of(sequence)
             none = keys.new_zeros(len(keys), self.info.group, 0, keys.shape[2])
             self.states.append(self.policy.build(keys, values, none, self.info))
-        self.counts = [self.policy.counts(state.context) for state in self.states]
+        self.counts = [self.policy.head_counts(state.context) for state in self.states]
         self.grown = growth(self.policy, self.prompts, self.new_tokens)
         self._reserve()
         self._allocate(store)
@@ -74,11 +74,11 @@ class FusedWave(FusedLayer):
         """Buffers for the longest sequence and all growth to come."""
         store, info, policy = self.store, self.info, self.policy
         device, dtype, units = store.keys.device, store.keys.dtype, len(store.keys)
-        new = self.counts[0].growth
-        clusters = max(max(c.n_centroids for c in self.counts) + self.grown * new.centroids, 1)
-        nprobe = max(c.nprobe for c in self.counts) + self.grown * new.nprobe
-        es = max(c.es for c in self.counts) + self.grown * new.es
-        self.buffer_pages = max(self._room(c, nprobe) for c in self.counts)
+        every = [counts for heads in self.counts for counts in heads]
+        clusters = max(1, *(c.n_centroids + self.grown * c.growth.centroids for c in every))
+        nprobe = max(c.nprobe + self.grown * c.growth.nprobe for c in every)
+        es = max(c.es + self.grown * c.growth.es for c in every)
+        self.buffer_pages = max(self._room(c, nprobe) for c in every)
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(units, *shape, dtype=torch.int32, device=device)
@@ -86,6 +86,7 @@ class FusedWave(FusedLayer):
         self.centroids = torch.zeros(units, clusters, info.head_dim, dtype=dtype, device=device)
         self.value_sums = torch.zeros(units, clusters, info.value_dim, dtype=dtype, device=device)
         self.sizes, self.offsets = ints(clusters), ints(clusters + 1)
+        self.spreads = torch.zeros(units, clusters, device=device) if policy.spread_correction else None
         self.visible, self.plan, self.resident = ints(), ints(PLAN), ints(4)
         self.logits = torch.zeros(units, info.group, clusters, device=device)
         self.stats = empty_stats(units, info.group, clusters, device)
@@ -131,6 +132,8 @@ class FusedWave(FusedLayer):
         self.centroids[units, where] = state.clusters.centroids
         self.value_sums[units, where] = state.clusters.value_sums
         self.sizes[units, where] = state.clusters.sizes.int()
+        if self.spreads is not None and state.clusters.spreads is not None:
+            self.spreads[units, where] = self.policy.spread_correction * state.clusters.spreads
         self.offsets[units, at] = first
         self.offsets[units, at + 1 : at + more + 1] = first + state.offsets[:, 1:].int()
         self.clusters[sequence] = at + more
@@ -143,13 +146,16 @@ class FusedWave(FusedLayer):
             self._plan(sequence, state)
 
     def _plan(self, sequence: int, state: WaveIndexState) -> None:
-        counts, clusters = self.counts[sequence], self.clusters[sequence]
+        clusters = self.clusters[sequence]
         units, device = self.store.units(sequence), self.plan.device
         grown = (state.tail_start - state.prompt_end) // SEGMENT
-        nprobe = counts.nprobe + grown * counts.growth.nprobe
-        es = clusters if self.policy.estimate == "all" else counts.es + grown * counts.growth.es
         self.visible[units] = clusters
-        self.plan[units] = int_row([clusters, nprobe, es, self._room(counts, nprobe)], device)
+        plan = []
+        for counts in self.counts[sequence]:
+            nprobe = counts.nprobe + grown * counts.growth.nprobe
+            es = clusters if self.policy.estimate == "all" else counts.es + grown * counts.growth.es
+            plan += [clusters, nprobe, es, self._room(counts, nprobe)]
+        self.plan[units] = int_row(plan, device).view(-1, PLAN)
         first, tail = self._tail_rows(sequence)
         length = self.store.lengths[sequence]
         row = [first, state.sink, tail + state.tail_start, tail + length]
@@ -168,7 +174,16 @@ class FusedWave(FusedLayer):
         choose(self.logits, self.stats, self.sizes, self.plan, choice)
         with attention.beside():
             attention.estimate(
-                Estimate(self.logits, self.sizes, self.value_sums, choice.estimated, choice.n_estimated)
+                Estimate(
+                    self.logits,
+                    self.sizes,
+                    self.value_sums,
+                    choice.estimated,
+                    choice.n_estimated,
+                    self.spreads,
+                ),
+                grouped,
+                info.scaling,
             )
         rows = self._retrieve()
         attention(
@@ -194,7 +209,7 @@ class FusedWave(FusedLayer):
         start = state.tail_start
         tail = self._tail_rows(sequence)[1]
         units, rows = self.store.units(sequence), slice(tail + start, tail + start + SEGMENT)
-        more, new = replace(state), self.counts[sequence].growth
+        more, new = replace(state), self.counts[sequence][0].growth
         more.add(self.store.keys[units, rows], self.store.values[units, rows], start, new.centroids, 1)
         self._load(sequence, more, more.order + tail, 1 + (start - state.prompt_end) // SEGMENT)
         state.tail_start = start + SEGMENT
@@ -214,6 +229,7 @@ class FusedWave(FusedLayer):
 
     def gpu_bytes(self) -> dict[str, int]:
         index = nbytes(self.centroids, self.value_sums, self.sizes, self.offsets)
+        index += 0 if self.spreads is None else nbytes(self.spreads)
         buffers = nbytes(self.logits, self.rows.listed, self.attention.sums, self.choice.estimated)
         return {"kv": nbytes(self.store.keys, self.store.values), "index": index, "buffers": buffers}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from kvtune.attention import (
     Zone,
     attention_scores,
     eligible,
+    estimation_zone,
     exact_attention,
     group_queries,
     merge_zones,
@@ -137,3 +139,45 @@ def test_query_heads_of_a_group_share_the_kv_head_in_order():
     """GQA: query head h reads kv head h // group (TransformerLens#1553)."""
     grouped = group_queries(torch.arange(6.0).view(1, 6, 1), 2)
     assert grouped[0, :, :, 0].tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def spread_zone(queries, spreads):
+    """Logits of clusters at fixed centroids, sizes 3 and 5."""
+    centroids = torch.tensor([[[0.2] * 8, [-0.1] * 8]]).expand(2, -1, -1)
+    sizes = torch.tensor([[3, 5]]).expand(2, -1)
+    clusters = Clusters(centroids, sizes, torch.ones(2, 2, 4), spreads=spreads)
+    chosen = torch.tensor([[[1, 0, -1]]]).expand(len(queries), 2, -1)
+    return estimation_zone(queries, torch.zeros(len(queries)), clusters, chosen, BASE).logits, centroids
+
+
+def test_spread_correction_formula_by_hand():
+    queries = torch.randn(2, 2, 3, 8, generator=torch.Generator().manual_seed(0))
+    spreads = torch.tensor([[0.5, 2.0], [1.0, 0.0]])
+    logits, centroids = spread_zone(queries, spreads)
+    for t, h, g in itertools.product(range(2), range(2), range(3)):
+        query = queries[t, h, g].double()
+        for column, cluster in enumerate((1, 0)):
+            want = 0.3 * float(query @ centroids[h, cluster].double()) + math.log((3, 5)[cluster])
+            want += 0.3**2 * float(query @ query) * float(spreads[h, cluster]) / (2 * 8)
+            assert float(logits[t, h, g, column]) == pytest.approx(want, abs=1e-5)
+        assert logits[t, h, g, 2] == -math.inf
+    plain, _ = spread_zone(queries, None)
+    torch.testing.assert_close(spread_zone(queries, torch.zeros(2, 2))[0], plain)
+
+
+def test_spread_correction_is_right_for_keys_that_spread_evenly():
+    """Of 50,000 normal keys around a centroid the true weight is found; without spreads it is too small."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, 3, 8, generator=generator) * 2
+    centroid = torch.randn(2, 1, 8, generator=generator)
+    keys = centroid + 0.8 * torch.randn(2, 50_000, 8, generator=generator)
+    truth = torch.logsumexp(0.3 * query @ keys.transpose(1, 2), -1)
+    sizes, chosen = torch.full((2, 1), 50_000), torch.zeros(1, 2, 1, dtype=torch.int64)
+    found = [
+        estimation_zone(
+            query, torch.zeros(1), Clusters(centroid, sizes, torch.ones(2, 1, 4), spreads=s), chosen, BASE
+        ).logits[..., 0]
+        for s in (None, torch.full((2, 1), 8 * 0.8**2))
+    ]
+    torch.testing.assert_close(found[1], truth, atol=0.05, rtol=0)
+    assert (found[0] < truth - 0.05).any() and (found[0] < truth + 0.05).all()

@@ -152,9 +152,10 @@ def attended(q: Tensor, keys: Tensor, values: Tensor, rows: list[int], scaling: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, SHORT])
 @pytest.mark.parametrize(
-    ("group", "dim", "width", "softcap"), [(4, 24, 24, None), (1, 64, 16, 3.0), (3, 80, 48, None)]
+    ("group", "dim", "width", "softcap", "spread"),
+    [(4, 24, 24, None, True), (1, 64, 16, 3.0, False), (3, 80, 48, None, False), (2, 40, 16, None, True)],
 )
-def test_attention_over_rows_and_clusters(group, dim, width, softcap, dtype):
+def test_attention_over_rows_and_clusters(group, dim, width, softcap, spread, dtype):
     n, scaling = 300, dim**-0.5
     queries = random(2, group, dim, seed=1, dtype=dtype)
     keys, values = random(2, n, dim, seed=2, dtype=dtype), random(2, n, width, seed=3, dtype=dtype)
@@ -167,6 +168,7 @@ def test_attention_over_rows_and_clusters(group, dim, width, softcap, dtype):
         DEVICE
     )
     sums = random(2, 20, width, seed=6, dtype=dtype)
+    spreads = random(2, 20, seed=7).square() if spread else None
     estimated = [[2, 3, 11, 19], []]
     chosen = ints([[2, 3, 11, 19, 0], [0, 0, 0, 0, 0]])
     attention = SparseAttention(2, group, width, exact=200, estimated=5, device=DEVICE)
@@ -174,12 +176,14 @@ def test_attention_over_rows_and_clusters(group, dim, width, softcap, dtype):
     rows = Rows(ints(resident), table, ints([len(own) for own in listed]), 60)
     for n in (ints([4, 0]), None):
         if n is not None:
-            attention.estimate(Estimate(logits, sizes, sums, chosen, n))
+            attention.estimate(Estimate(logits, sizes, sums, chosen, n, spreads), queries, scaling)
         attention(queries, keys, values, rows, out, scaling, n, softcap)
         for unit in range(2):
             first, sink, start, stop = resident[unit]
             exact = [*range(first, first + sink), *range(start, stop), *listed[unit]]
-            clusters = [(logits[unit, :, c], int(sizes[unit, c]), sums[unit, c]) for c in estimated[unit]]
+            gain = (scaling * queries[unit].double()).square().sum(-1) / (2 * dim)
+            shown = logits[unit].double() + (gain[:, None] * spreads[unit].double() if spread else 0)
+            clusters = [(shown[:, c], int(sizes[unit, c]), sums[unit, c]) for c in estimated[unit]]
             want = attended(
                 queries[unit],
                 keys[unit],

@@ -80,7 +80,7 @@ def test_full_buffer_drops_clusters_for_good():
     counts = dataclasses.replace(policy.counts(2000), pages_per_cluster=1, buffer_clusters=1)
     index.clusters.sizes[:] = 8 * 10
     probed = torch.arange(20).expand(1, HEADS, 20)
-    kept, pages, tokens, truncated = policy._fill_buffer(index, counts, probed, torch.tensor([20]))
+    kept, pages, tokens, truncated = policy._fill_buffer(index, [counts], probed, torch.tensor([[20]]))
     assert kept[0, 0].tolist() == [*range(8), *[-1] * 12]
     assert pages[0, 0].tolist() == [10] * 8 + [0] * 12 and tokens[0, 0].tolist() == [80] * 8 + [0] * 12
     assert truncated.tolist() == [[12, 12]]

@@ -86,19 +86,22 @@ def run(layer: FusedWave, references: list[Reference], steps: int, seed: int) ->
 
 
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("estimate", ["budget", "all"])
-def test_steps_of_ragged_sequences_equal_the_policy(offload, estimate):
-    policy = WaveIndex(**{**POLICY.parameters(), "estimate": estimate})
+@pytest.mark.parametrize(
+    "changed", [{}, {"estimate": "all"}, {"head_shares": "2,0.3", "spread_correction": 0.6}]
+)
+def test_steps_of_ragged_sequences_equal_the_policy(offload, changed):
+    policy = WaveIndex(**{**POLICY.parameters(), **changed})
     layer, lengths = fused(policy, 8, offload), [1300, 1100]
     references = [Reference(policy, *prompt) for prompt in start(layer, lengths, 8)]
     run(layer, references, 3, seed=5)
 
 
-@pytest.mark.parametrize("offload", [False, True])
-def test_growth_questions_and_going_back(offload):
-    layer = fused(POLICY, 2200, offload)
+@pytest.mark.parametrize(("offload", "shares"), [(False, ""), (True, ""), (False, "0.3,6")])
+def test_growth_questions_and_going_back(offload, shares):
+    policy = WaveIndex(**{**POLICY.parameters(), "head_shares": shares, "spread_correction": 0.4})
+    layer = fused(policy, 2200, offload)
     (prompt,) = start(layer, [1150], 2200)
-    reference = Reference(POLICY, *prompt)
+    reference = Reference(policy, *prompt)
     base = layer.mark()
     for attempt in range(2):
         question = random(2, 1100, 16, seed=attempt), random(2, 1100, 8, seed=attempt + 7)
@@ -110,7 +113,7 @@ def test_growth_questions_and_going_back(offload):
         torch.testing.assert_close(keys, reference.keys[:, 1150:])
         torch.testing.assert_close(values, reference.values[:, 1150:])
         layer.rewind(base)
-        reference = Reference(POLICY, *prompt)
+        reference = Reference(policy, *prompt)
     run(layer, [reference], 1, seed=99)
 
 
