@@ -18,8 +18,10 @@ from numpy.typing import NDArray
 from kvtune.errors import InputError
 from kvtune.policies import get_policy
 from kvtune.policies.plan import Plan
+from kvtune.policies.wave_index import WaveIndex
 from kvtune.progress import Progress, silent
 from kvtune.tuning.bench import Bench
+from kvtune.tuning.heads import Measured, splits
 from kvtune.tuning.ladder import Setting, ladder, neighbours
 
 ROUNDS = 4
@@ -30,38 +32,49 @@ TAIL_WEIGHT = 1.0
 
 @dataclass(frozen=True)
 class Rung:
-    """One setting of one layer: what it changes, what it costs and what it loses."""
+    """One setting of one layer: what it changes, what it costs and what it loses.
+
+    ``retrievals``: the retrieval shares that its kv heads have, where each has its own.
+    """
 
     parameters: dict[str, Any]
     read_bytes: float
     loss: float
+    retrievals: tuple[float, ...] = ()
 
 
 def allocate(
-    bench: Bench, plan: Plan, max_read_bytes: float, progress: Progress | None = None, rounds: int = ROUNDS
+    bench: Bench,
+    plan: Plan,
+    max_read_bytes: float,
+    progress: Progress | None = None,
+    *,
+    per_head: bool = True,
+    rounds: int = ROUNDS,
 ) -> Plan | None:
     """``plan`` with per-layer budgets of least loss within ``max_read_bytes`` a step.
 
     Settings beside the best so far are measured in ``rounds`` rounds at most, until none of them is better.
+    With ``per_head`` the wave index also spreads a layer's retrieval over its kv heads (``head_shares``).
     ``None`` if even the cheapest settings read more.
     """
-    table = _Table(bench, plan)
-    cap = max_read_bytes - table.fixed_bytes()
-    longest = bench.context_tokens[1]
-    wanted = {layer: ladder(plan.policy) for layer in table.rungs}
+    table = _Table(bench, plan, per_head)
+    cap, longest = max_read_bytes - table.fixed_bytes(), bench.context_tokens[1]
+    wanted = {layer: ladder(plan.policy) for layer in table.layers}
     chosen: dict[int, Rung] | None = None
     with (progress or silent).task("per-layer budgets", (1 + rounds) * len(wanted)) as task:
         for _ in range(1 + rounds):
             for layer, settings in wanted.items():
                 table.measure(layer, settings)
                 task.advance()
-            before, chosen = chosen, cheapest_loss(table.rungs, cap)
+            before, chosen = chosen, cheapest_loss(table.rungs(), cap)
             if chosen is None:
                 return None
             if chosen == before:
                 break
             wanted = {
-                layer: neighbours(plan.policy, rung.parameters, longest) for layer, rung in chosen.items()
+                layer: neighbours(plan.policy, rung.parameters, longest, set(rung.retrievals))
+                for layer, rung in chosen.items()
             }
     assert chosen is not None
     defaults = plan.policy.parameters()
@@ -118,38 +131,67 @@ def _parts(rung: Rung, cap: float) -> int:
 
 
 class _Table:
-    """Rungs measured so far of each layer that the plan's own policy serves."""
+    """What has been measured so far of each layer that the plan's own policy serves."""
 
-    def __init__(self, bench: Bench, plan: Plan) -> None:
+    def __init__(self, bench: Bench, plan: Plan, per_head: bool) -> None:
         self.bench, self.plan = bench, plan
+        whole = len(bench.trace.kv_heads) == bench.trace.geometry.n_kv_heads
+        self.per_head = per_head and whole and isinstance(plan.policy, WaveIndex)
         own = plan.policy.name
-        self.rungs: dict[int, list[Rung]] = {
+        self.layers: dict[int, list[Measured]] = {
             n: [] for n in bench.layers if plan.for_layer(bench.trace.layer_info(n)).name == own
         }
 
     def fixed_bytes(self) -> float:
         """Read bytes per step of the other layers."""
         timelines = range(len(self.bench.timelines))
-        others = [n for n in self.bench.layers if n not in self.rungs]
+        others = [n for n in self.bench.layers if n not in self.layers]
         reads = [[self.bench.outcome(self.plan, i, n).read_bytes for i in timelines] for n in others]
         return float(sum(np.concatenate(read).mean() for read in reads))
 
     def measure(self, layer: int, settings: Iterable[Setting]) -> None:
-        """Add a rung for each setting that is new and that the policy allows."""
-        known = [rung.parameters for rung in self.rungs[layer]]
+        """Measure each setting that is new and that the policy allows."""
+        known = [each.setting for each in self.layers[layer]]
         for setting in settings:
             if setting in known:
                 continue
             try:
-                self.rungs[layer].append(self._rung(layer, setting))
+                self.layers[layer].append(self._measured(layer, setting))
             except InputError:  # a combination that the policy refuses
                 continue
 
-    def _rung(self, layer: int, setting: Setting) -> Rung:
-        """Measured on every timeline; not kept in the bench, where accesses of all rungs would pile up."""
+    def rungs(self) -> dict[int, list[Rung]]:
+        """Of each layer, one budget for all kv heads, and the splits over the heads of each index."""
+        found = {}
+        for layer, measured in self.layers.items():
+            rungs = [Rung(m.setting, float(m.read_bytes.sum()), float(m.loss.sum())) for m in measured]
+            if self.per_head:
+                by_rest: dict[tuple[Any, ...], list[Measured]] = {}
+                for each in measured:
+                    rest = tuple(value for name, value in each.setting.items() if name != "retrieval")
+                    by_rest.setdefault(rest, []).append(each)
+                rungs += [rung for alike in by_rest.values() for rung in _split_rungs(alike)]
+            found[layer] = rungs
+        return found
+
+    def _measured(self, layer: int, setting: Setting) -> Measured:
+        """On every timeline; not kept in the bench, where the accesses of all settings would pile up."""
         policy = get_policy(self.plan.policy.name, {**self.plan.policy.parameters(), **setting})
-        timelines = range(len(self.bench.timelines))
-        results = [self.bench.evaluate(policy, i, layer) for i in timelines]
-        errors = np.concatenate([r.error.numpy().ravel() for r in results]).astype(np.float64)
-        read = np.concatenate([r.read_bytes.sum(1).numpy() for r in results]).astype(np.float64)
-        return Rung(setting, float(read.mean()), float(errors.mean() + TAIL_WEIGHT * (errors**2).mean()))
+        results = [self.bench.evaluate(policy, i, layer) for i in range(len(self.bench.timelines))]
+        read = np.concatenate([r.read_bytes.numpy() for r in results]).astype(np.float64).mean(0)
+        errors = np.concatenate([r.error.numpy() for r in results]).astype(np.float64)
+        by_head = (errors + TAIL_WEIGHT * errors**2).mean(0).reshape(len(read), -1)
+        return Measured(setting, read, by_head.mean(1) / len(read))
+
+
+def _split_rungs(measured: list[Measured]) -> list[Rung]:
+    """Rungs that give kv heads retrieval shares of their own, in settings that share all else."""
+    rungs = []
+    for split in splits(measured):
+        own = tuple(measured[i].setting["retrieval"] for i in split.heads)
+        if len(set(own)) > 1:
+            mean = round(sum(own) / len(own), 6)
+            shares = ",".join(f"{share / mean:.6g}" for share in own)
+            parameters = {**measured[0].setting, "retrieval": mean, "head_shares": shares}
+            rungs.append(Rung(parameters, split.read_bytes, split.loss, own))
+    return rungs

@@ -53,9 +53,12 @@ def starting_points(policy: str) -> list[dict[str, Any]]:
     if policy != "wave_index":
         return [base]
     default = get_policy(policy).parameters()
-    searched = ("retrieval", "estimation", "tokens_per_centroid", "segment", "sink", "local")
+    searched = (
+        "retrieval", "estimation", "tokens_per_centroid", "segment", "sink", "local", "spread_correction",
+    )  # fmt: skip
     shipped = {**base, **{name: default[name] for name in searched}}
+    corrected = {**shipped, "tokens_per_centroid": 32, "spread_correction": 0.6}
     finer = {**shipped, "tokens_per_centroid": 8, "retrieval": 0.012, "estimation": 0.1}
     coarser = {**shipped, "tokens_per_centroid": 32, "retrieval": 0.03, "estimation": 0.6, "local": 32}
     narrower = {**shipped, "retrieval": 0.03, "local": 16}
-    return [shipped, finer, coarser, narrower]
+    return [shipped, corrected, finer, coarser, narrower]

@@ -36,7 +36,15 @@ def test_a_policy_without_a_budget_has_no_neighbours():
 @given(
     place=st.integers(0, 1000),
     context=st.sampled_from([1500, 6144, 131072]),
-    base=st.sampled_from([{}, {"retrieval": 0.2}, {"estimation": 1.0, "retrieval": 0.9}, {"local": 7}]),
+    base=st.sampled_from(
+        [
+            {},
+            {"retrieval": 0.2},
+            {"estimation": 1.0, "retrieval": 0.9},
+            {"local": 7},
+            {"spread_correction": 0.5},
+        ]
+    ),
 )
 def test_wave_neighbours_change_one_thing_and_leave_room(place, context, base):
     policy = get_policy("wave_index", base)
@@ -47,8 +55,14 @@ def test_wave_neighbours_change_one_thing_and_leave_room(place, context, base):
     for other in near:
         with_setting(policy, other)
         changed = {name for name in setting if other[name] != setting[name]}
-        assert len(changed - {"estimation"}) <= 1
-        assert other["retrieval"] + other["estimation"] <= 1 + 1e-9
+        assert len(changed) == 1
+
+
+def test_neighbours_start_at_the_share_of_every_head():
+    policy = get_policy("wave_index", {"retrieval": 0.1})
+    alone = [neighbours(policy, {"retrieval": share}, 8192) for share in (0.05, 0.2)]
+    both = neighbours(policy, {"retrieval": 0.1, "head_shares": "0.5,2"}, 8192, {0.05, 0.2})
+    assert sorted(map(str, both)) == sorted({str(setting) for part in alone for setting in part})
 
 
 @given(st.floats(0.0001, 0.9), st.sampled_from([4, 16, 64, 256]), st.sampled_from([6144, 131072]))
