@@ -181,6 +181,7 @@ def _identity(
     return {
         "trace": digest,
         "policy": policy,
+        "searched": sorted(starting_points(policy)[0]),
         "samples": list(samples),
         "layers": list(layers),
         "constraints": asdict(limits),
