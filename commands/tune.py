@@ -20,6 +20,7 @@ from kvtune.commands.options import (
     Resume,
     Seed,
     parse_layers,
+    parse_settings,
 )
 from kvtune.commands.output import Output, bytes_text, cell
 from kvtune.errors import InputError
@@ -49,6 +50,12 @@ def tune(
         float, typer.Option("--held-out", help="Share of the samples kept out of the search.")
     ] = 0.34,
     uniform: Annotated[bool, typer.Option("--uniform", help="Same budget in every layer.")] = False,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Hold a parameter at a value, like spread_correction=0."
+        ),
+    ] = None,
     layers: Layers = None,
     device: Device = "auto",
     seed: Seed = 0,
@@ -84,6 +91,7 @@ def tune(
             held_out=held_out,
             layers=wanted,
             per_layer=not uniform,
+            fixed=parse_settings(set_),
             device=device,
             seed=seed,
             progress=output.progress,

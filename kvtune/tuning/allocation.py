@@ -8,7 +8,7 @@ settings are measured then, and the knapsack is packed anew, for some rounds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,14 +51,16 @@ def allocate(
     *,
     per_head: bool = True,
     rounds: int = ROUNDS,
+    fixed: Collection[str] = (),
 ) -> Plan | None:
     """``plan`` with per-layer budgets of least loss within ``max_read_bytes`` a step.
 
     Settings beside the best so far are measured in ``rounds`` rounds at most, until none of them is better.
     With ``per_head`` the wave index also spreads a layer's retrieval over its kv heads (``head_shares``).
+    No layer changes a ``fixed`` parameter.
     ``None`` if even the cheapest settings read more.
     """
-    table = _Table(bench, plan, per_head)
+    table = _Table(bench, plan, per_head, fixed)
     cap, longest = max_read_bytes - table.fixed_bytes(), bench.context_tokens[1]
     wanted = {layer: ladder(plan.policy) for layer in table.layers}
     chosen: dict[int, Rung] | None = None
@@ -133,10 +135,12 @@ def _parts(rung: Rung, cap: float) -> int:
 class _Table:
     """What has been measured so far of each layer that the plan's own policy serves."""
 
-    def __init__(self, bench: Bench, plan: Plan, per_head: bool) -> None:
+    def __init__(self, bench: Bench, plan: Plan, per_head: bool, fixed: Collection[str]) -> None:
         self.bench, self.plan = bench, plan
+        self.fixed = {name: plan.policy.parameters()[name] for name in fixed}
         whole = len(bench.trace.kv_heads) == bench.trace.geometry.n_kv_heads
-        self.per_head = per_head and whole and isinstance(plan.policy, WaveIndex)
+        own_shares = isinstance(plan.policy, WaveIndex) and "head_shares" not in fixed
+        self.per_head = per_head and whole and own_shares
         own = plan.policy.name
         self.layers: dict[int, list[Measured]] = {
             n: [] for n in bench.layers if plan.for_layer(bench.trace.layer_info(n)).name == own
@@ -150,10 +154,10 @@ class _Table:
         return float(sum(np.concatenate(read).mean() for read in reads))
 
     def measure(self, layer: int, settings: Iterable[Setting]) -> None:
-        """Measure each setting that is new and that the policy allows."""
+        """Measure each setting that is new, changes nothing fixed, and that the policy allows."""
         known = [each.setting for each in self.layers[layer]]
         for setting in settings:
-            if setting in known:
+            if setting in known or any(setting.get(k, v) != v for k, v in self.fixed.items()):
                 continue
             try:
                 self.layers[layer].append(self._measured(layer, setting))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +40,15 @@ def shipped_default(policy: str = "wave_index") -> Candidate:
     return Candidate(Plan(get_policy(policy)), DEFAULT_CACHE)
 
 
-def suggest(trial: Any, policy: str, geometry: ModelGeometry, context_length: int) -> Candidate:
-    """The candidate of an Optuna trial."""
-    parameters = all_policies()[policy].search_space(trial, geometry, context_length)
+def suggest(
+    trial: Any,
+    policy: str,
+    geometry: ModelGeometry,
+    context_length: int,
+    fixed: Mapping[str, Any] | None = None,
+) -> Candidate:
+    """The candidate of an Optuna trial; ``fixed`` parameters are what they are, whatever it suggests."""
+    parameters = all_policies()[policy].search_space(trial, geometry, context_length) | dict(fixed or {})
     dense = trial.suggest_int("first_dense_layers", 0, min(MAX_DENSE, geometry.n_layers - 1))
     cache = trial.suggest_float("cache_fraction", 0.01, 0.5, log=True)
     return Candidate(Plan(get_policy(policy, parameters), dense_layers=tuple(range(dense))), cache)

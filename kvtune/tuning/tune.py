@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from optuna.trial import FixedTrial, FrozenTrial
 
 from kvtune.analysis.statistics import bootstrap_interval
 from kvtune.errors import Infeasible, InputError, unknown
-from kvtune.policies import all_policies
+from kvtune.policies import all_policies, get_policy
 from kvtune.progress import Progress, silent
 from kvtune.traces import Trace, open_trace
 from kvtune.tuning.allocation import allocate
@@ -59,6 +59,7 @@ def tune(
     held_out: float = 0.34,
     layers: Sequence[int] | None = None,
     per_layer: bool = True,
+    fixed: Mapping[str, Any] | None = None,
     device: str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
@@ -68,7 +69,9 @@ def tune(
     The choice is the feasible setting of least mean output error that reads no more than the cap:
     ``constraints.max_read_bytes``, else what the shipped default reads (with ``max_error`` alone: the
     setting of fewest read bytes that respects it). With ``per_layer`` the budget is then spread over the
-    layers at the same bytes, and kept if it lowers the error on the search samples. The last samples
+    layers at the same bytes, and kept if it lowers the error on the search samples. ``fixed`` parameters are
+    held at their values throughout (``{"spread_correction": 0, "head_shares": ""}``: what RetroInfer has);
+    the default that the choice is compared with is the shipped one all the same. The last samples
     (``held_out`` of them, at least one) take no part in any of this.
 
     The study lives in ``out/study.journal``; ``trials`` is the total over all resumes.
@@ -93,7 +96,9 @@ def tune(
     cap = _byte_cap(limits, default_score)
     limits = Constraints(limits.max_error, cap, limits.min_hit_ratio)
     out.mkdir(parents=True, exist_ok=True)
-    identity = _identity(trace, policy, search, chosen_layers, limits, seed)
+    constant = dict(fixed or {})
+    get_policy(policy, constant)  # refuse what does not exist before anything is measured
+    identity = {**_identity(trace, policy, search, chosen_layers, limits, seed), "fixed": constant}
     study = open_study(out / JOURNAL, policy, seed, starting_points(policy), identity)
     context = bench.context_tokens[1]
 
@@ -102,14 +107,14 @@ def tune(
         return bench.score(candidate.plan, candidate.cache_fraction)
 
     def propose(trial: Any) -> Candidate:
-        return suggest(trial, policy, trace.geometry, context)
+        return suggest(trial, policy, trace.geometry, context, constant)
 
     run_trials(study, trials, propose, measure, limits, listener)
     best = _choose(completed(study), limits)
     candidate = propose(FixedTrial(best.params))
     score = bench.score(candidate.plan, candidate.cache_fraction)
     if per_layer:
-        candidate, score = _spread(bench, candidate, score, limits, listener)
+        candidate, score = _spread(bench, candidate, score, limits, constant, listener)
     with listener.task("held-out check", 2) as task:
         judge = Bench(trace, rest, chosen_layers, device)
         held = judge.score(candidate.plan, candidate.cache_fraction)
@@ -204,11 +209,16 @@ def _choose(trials: list[FrozenTrial], limits: Constraints) -> FrozenTrial:
 
 
 def _spread(
-    bench: Bench, candidate: Candidate, score: Score, limits: Constraints, progress: Progress
+    bench: Bench,
+    candidate: Candidate,
+    score: Score,
+    limits: Constraints,
+    fixed: Collection[str],
+    progress: Progress,
 ) -> tuple[Candidate, Score]:
     """Per-layer budgets at the candidate's bytes (or up to the cap), kept if they lower the error."""
     cap = MARGIN * (limits.max_read_bytes or score.read_bytes_per_step)
-    plan = allocate(bench, candidate.plan, cap, progress)
+    plan = allocate(bench, candidate.plan, cap, progress, fixed=fixed)
     if plan is None:
         return candidate, score
     spread = replace(candidate, plan=plan)

@@ -64,6 +64,20 @@ def test_a_study_of_something_else_is_not_continued(clustered_trace, tuned):
         tune(clustered_trace, tuned[1], trials=8, seed=5)
 
 
+def test_fixed_parameters_are_never_searched(clustered_trace, tmp_path):
+    fixed = {"spread_correction": 0.0, "head_shares": "", "sink": 8}
+    result = tune(clustered_trace, tmp_path, trials=4, fixed=fixed)
+    plans = [result.chosen.params(), *(row["params"] for row in result.document["pareto"])]
+    for params in plans:
+        assert {name: params[name] for name in fixed} == fixed
+        for changed in params.get("overrides", {}).values():
+            assert not set(changed) & set(fixed)
+    with pytest.raises(InputError, match="begun with fixed"):
+        tune(clustered_trace, tmp_path, trials=4, fixed={"sink": 8})
+    with pytest.raises(InputError, match="sinks"):
+        tune(clustered_trace, tmp_path / "other", trials=1, fixed={"sinks": 8})
+
+
 def test_nothing_feasible_is_said_and_nothing_chosen(clustered_trace, tmp_path):
     """An infeasible 'best' trial must never be returned (optuna#6825)."""
     with pytest.raises(Infeasible, match="none of 3 trials") as raised:
