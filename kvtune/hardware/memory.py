@@ -16,8 +16,6 @@ from kvtune.policies.wave_index import WaveIndex
 RESERVED_BYTES = 1 << 30
 """Device memory that no sequence gets: the CUDA context, activations, workspaces."""
 
-_COUNT_BYTES = 4
-
 
 @dataclass(frozen=True)
 class SequenceMemory:
@@ -92,7 +90,7 @@ def wave_memory(
             continue
         heads, grown = layer.n_kv_heads, new_tokens // UPDATE_TOKENS
         clusters = counts.n_centroids + grown * counts.growth.centroids
-        row = (layer.head_dim + layer.value_dim) * layer.item_bytes + _COUNT_BYTES
+        row = (layer.head_dim + layer.value_dim) * layer.item_bytes + policy.number_bytes
         index = float(heads * clusters * row)
         if offload == "none":
             total += SequenceMemory(index=index, kv=kv_bytes(layer, context + new_tokens))

@@ -115,7 +115,9 @@ def _wave_layer(
     heads, page = layer.n_kv_heads, layer.page_bytes
     return LayerTraffic(
         scan_bytes=float(heads * clusters * layer.head_dim * layer.item_bytes),
-        estimation_bytes=float(heads * estimated * (layer.value_dim * layer.item_bytes + 4)),
+        estimation_bytes=float(
+            heads * estimated * (layer.value_dim * layer.item_bytes + policy.number_bytes)
+        ),
         exact_bytes=heads * (-(-resident // PAGE_TOKENS) + pages) * page,
         missed_bytes=heads * pages * (1 - hit_ratio) * page,
         blocks=float(heads * retrieved),

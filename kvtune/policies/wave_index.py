@@ -82,6 +82,11 @@ class WaveIndex(Policy):
     def build_key(self) -> tuple[Any, ...]:
         return (self.tokens_per_centroid, self.segment, self.sink, self.local, self.pinned)
 
+    @property
+    def number_bytes(self) -> int:
+        """Bytes of a cluster's numbers beside its vectors: its size, and its spread where that is used."""
+        return 8 if self.spread_correction else 4
+
     def counts(self, context: int) -> retroinfer.V1Counts:
         """Clusters, zones and buffer for a prompt of ``context`` tokens."""
         return retroinfer.v1_counts(

@@ -29,7 +29,7 @@ LAYER = GEOMETRY.layer(0)
 @pytest.mark.parametrize("step", [0, 1, 1023, 1024, 1500])
 def test_the_wave_index_without_a_trace(step, estimate):
     """Scan, estimates, resident tokens and blocks are exact; pages follow from the pages of a cluster."""
-    policy, context = WaveIndex(retrieval=0.05, estimate=estimate), 1700
+    policy, context = WaveIndex(retrieval=0.05, estimate=estimate, spread_correction=step % 2), 1700
     generator = torch.Generator().manual_seed(step)
     keys = torch.randn(2, context + step + 1, 16, generator=generator).bfloat16()
     index = policy.build(keys[:, :context], keys[:, :context], keys[:, None, :0], LAYER)
