@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -101,8 +102,7 @@ class WaveIndex(Policy):
 
     def head_counts(self, context: int) -> list[retroinfer.V1Counts]:
         """:meth:`counts` of each kv head; one entry that holds for all where ``head_shares`` is empty."""
-        budgets = [min(self.retrieval * share, 1.0) for share in self._shares()] or [self.retrieval]
-        return [replace(self, retrieval=max(b, 1e-9), head_shares="").counts(context) for b in budgets]
+        return list(_head_counts(self, context))
 
     def _shares(self) -> list[float]:
         try:
@@ -256,6 +256,13 @@ class WaveIndex(Policy):
             "local": trial.suggest_categorical("local", [16, 32, 64, 128]),
             "spread_correction": trial.suggest_float("spread_correction", 0.0, 1.0),
         }
+
+
+@lru_cache(maxsize=1024)
+def _head_counts(policy: WaveIndex, context: int) -> tuple[retroinfer.V1Counts, ...]:
+    """Once for a policy and a prompt: a decode step asks for it in every layer."""
+    budgets = [min(policy.retrieval * share, 1.0) for share in policy._shares()] or [policy.retrieval]
+    return tuple(replace(policy, retrieval=max(b, 1e-9), head_shares="").counts(context) for b in budgets)
 
 
 def _zone(name: str, counts: list[retroinfer.V1Counts], grown: Tensor) -> Tensor:
