@@ -107,7 +107,7 @@ def profile_step(step: Callable[[], Tensor]) -> dict[str, float]:
 
     Raises ``RuntimeError`` where there is no profiler.
     """
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         step()
         torch.cuda.synchronize()
     return stage_seconds(kernels_of(profiler.events() or []))
