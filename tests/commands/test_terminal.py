@@ -158,7 +158,9 @@ def test_a_reader_that_leaves_is_no_error(environment, arguments):
 
 def test_ctrl_c(environment):
     code = """
-import sys, time, types, typer
+import signal, sys, time, types, typer
+# A background job's children ignore the signal.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from kvtune.commands import app
 from kvtune.commands.errors import kept
 
