@@ -140,7 +140,7 @@ def _human(output: Output, document: dict[str, Any]) -> None:
     columns = ["samples", "setting", "mean error", "p95 error", "read/step", "page hits"]
     output.table(columns, rows, title="output error against full attention")
     params = document["chosen"]["params"]
-    plain = {k: v for k, v in params.items() if k != "overrides"}
+    plain = {k: v for k, v in params.items() if k != "overrides" and v != ""}
     output.line("chosen: " + ", ".join(f"{key} {_short(value)}" for key, value in plain.items()))
     if params.get("overrides"):
         output.line(f"budgets differ in {len(params['overrides'])} layers (see the profile)")
