@@ -120,6 +120,8 @@ def test_a_device_that_does_not_exist_is_refused(trace, run):
 @needs_gpu
 @pytest.mark.parametrize("name", sorted(all_policies()))
 def test_a_gpu_compares_as_the_cpu_does(half_trace, name):
+    if name in ("pqcache", "retrieval_attention"):
+        pytest.importorskip("faiss")
     settings = {name: SETTINGS[name]} if name in SETTINGS else None
     # Given, not the wave index's own: its clusters differ between devices, and with them what it reads.
     target = compare(half_trace, ["streaming"])["target_read_bytes_per_step"]
