@@ -23,7 +23,7 @@ import record as recording
 import torch
 import triton
 import triton.language as tl
-from gpu_clock import milliseconds
+from gpu_clock import graphed, milliseconds
 from torch import Tensor
 
 from kvtune.attention.triton_topk import Tiles, scan, search, top_keys
@@ -151,17 +151,7 @@ def gaussian(*shape: int, seed: int) -> Tensor:
 
 def graph_ms(body: Callable[[], object], inside: int = 10) -> float:
     """Time of one call in a CUDA graph of several, per call: no launch from the host in between."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            body()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inside):
-            body()
-    return milliseconds(graph.replay, repeats=15) / inside
+    return graphed(body, inside, repeats=15)
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from kvtune.hardware import clock
+
 
 def milliseconds(body: Callable[[], object], repeats: int = 20) -> float:
     """Median time of one call between device events, after three calls that are not counted."""
@@ -23,15 +25,13 @@ def milliseconds(body: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times)
 
 
-def graphed(body: Callable[[], object], calls: int = 5) -> float:
+def graphed(body: Callable[[], object], calls: int = 5, repeats: int = 7) -> float:
     """Median time of one call of ``calls`` in a CUDA graph: what the device takes, launches apart."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        body()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def several() -> None:
         for _ in range(calls):
             body()
-    return milliseconds(graph.replay, repeats=7) / calls
+
+    replay = clock.graphed(several, torch.device("cuda"), required=True)
+    assert replay is not None
+    return milliseconds(replay, repeats) / calls

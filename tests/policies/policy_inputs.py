@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvtune.geometry import LayerInfo
+from kvtune.policies.base import Policy
 
 HEADS, GROUP, DIM = 2, 3, 16
 LAYER = LayerInfo(
@@ -31,3 +34,15 @@ def tensors(n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 def queries(steps: int, seed: int = 1) -> torch.Tensor:
     """Queries [steps, H, G, d]."""
     return torch.randn(steps, HEADS, GROUP, DIM, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+NONE = torch.empty(HEADS, GROUP, 0, DIM)
+"""No prompt queries."""
+
+
+def built(policy: Policy, n: int, m: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """An index of ``n`` prompt tokens to which ``m`` were appended, and all keys and values."""
+    keys, values = tensors(n + m)
+    index = policy.build(keys[:, :n], values[:, :n], NONE, LAYER)
+    policy.append(index, keys[:, n:], values[:, n:], torch.arange(n, n + m))
+    return index, keys, values

@@ -6,12 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from policy_inputs import DIM, GROUP, HEADS, LAYER, queries, tensors
+from policy_inputs import HEADS, LAYER, NONE, queries, tensors
 
 from kvtune.errors import InputError
 from kvtune.policies import get_policy
 
-NONE = torch.empty(HEADS, GROUP, 0, DIM)
 SHARES = [2.0, 0.25, 1.0, 0.0][:HEADS]
 RETRIEVAL = 0.1
 

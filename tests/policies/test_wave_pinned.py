@@ -8,22 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_inputs import DIM, GROUP, HEADS, LAYER, queries, tensors
+from policy_inputs import HEADS, LAYER, NONE, built, queries, tensors
 
 from kvtune.attention import exact_attention, sparse_attention
 from kvtune.errors import InputError
 from kvtune.policies import get_policy
 from kvtune.policies.retroinfer import UPDATE_TOKENS
 from kvtune.policies.spans import parse_spans, span_positions
-
-NONE = torch.empty(HEADS, GROUP, 0, DIM)
-
-
-def built(policy, n, m):
-    keys, values = tensors(n + m)
-    index = policy.build(keys[:, :n], values[:, :n], NONE, LAYER)
-    policy.append(index, keys[:, n:], values[:, n:], torch.arange(n, n + m))
-    return index, keys, values
 
 
 def attended(selection, step, head, columns=slice(None)):

@@ -6,20 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from policy_inputs import DIM, GROUP, HEADS, LAYER, queries, tensors
+from policy_inputs import HEADS, LAYER, built, queries
 
 from kvtune.attention import exact_attention, sparse_attention
 from kvtune.errors import InputError
 from kvtune.policies import get_policy
-
-NONE = torch.empty(HEADS, GROUP, 0, DIM)
-
-
-def built(policy, n, m):
-    keys, values = tensors(n + m)
-    index = policy.build(keys[:, :n], values[:, :n], NONE, LAYER)
-    policy.append(index, keys[:, n:], values[:, n:], torch.arange(n, n + m))
-    return index, keys, values
 
 
 @pytest.mark.parametrize("pinned", ["", "1940-3000"])

@@ -77,9 +77,11 @@ def live_plan(case: str) -> Plan:
     return Plan(get_policy(name, parameters))
 
 
-def loaded_tiny(**geometry: Any) -> LoadedModel:
-    """The tiny model without a tokenizer; fields of its geometry may be replaced."""
-    return LoadedModel(tiny_model(), None, dataclasses.replace(GEOMETRY, **geometry), "tiny", "f00d", "")
+def loaded_tiny(device: str = "cpu", **geometry: Any) -> LoadedModel:
+    """The tiny model without a tokenizer on ``device``; fields of its geometry may be replaced."""
+    return LoadedModel(
+        tiny_model().to(device), None, dataclasses.replace(GEOMETRY, **geometry), "tiny", "f00d", ""
+    )
 
 
 def random_ids(n: int, seed: int = 0) -> tuple[int, ...]:

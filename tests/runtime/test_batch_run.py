@@ -56,9 +56,7 @@ LENGTHS = [65, 84]
 
 @pytest.fixture(scope="module")
 def loaded():
-    found = loaded_tiny()
-    found.model.to(DEVICE)
-    return found
+    return loaded_tiny(DEVICE)
 
 
 @pytest.fixture

@@ -26,9 +26,7 @@ PLANS = {
 
 @pytest.fixture(scope="module")
 def loaded():
-    found = loaded_tiny()
-    found.model.to(DEVICE)
-    return found
+    return loaded_tiny(DEVICE)
 
 
 @pytest.fixture

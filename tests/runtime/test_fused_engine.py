@@ -26,9 +26,7 @@ WAVE = Plan(get_policy("wave_index", {"retrieval": 0.05, "segment": 512}), dense
 
 @pytest.fixture(scope="module")
 def loaded():
-    found = loaded_tiny()
-    found.model.to(DEVICE)
-    return found
+    return loaded_tiny(DEVICE)
 
 
 def both(loaded, plan, offload: str = "none") -> tuple[Engine, Engine]:
@@ -94,8 +92,7 @@ def test_ranges_of_tokens(loaded, case):
 
 
 def test_a_windowed_layer_stays_dense_in_its_window():
-    windowed = loaded_tiny(windows=(None, 40, None))
-    windowed.model.to(DEVICE)
+    windowed = loaded_tiny(DEVICE, windows=(None, 40, None))
     fused, _ = both(windowed, WAVE)
     with fused:
         fused.start()

@@ -22,9 +22,7 @@ OPTIONS = EngineOptions(0.1, 1300)
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    found = loaded_tiny(windows=(None, 40, None))
-    found.model.to(DEVICE)
-    return found
+    return loaded_tiny(DEVICE, windows=(None, 40, None))
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +76,7 @@ def test_a_shape_is_checked_once(loaded, monkeypatch):
     check_kernels(loaded, Plan(get_policy("wave_index", {"retrieval": 0.3})))
     assert len(checked) == 2
     check_kernels(loaded, live_plan("wave_index"), "cpu")
-    unwindowed = loaded_tiny()
-    unwindowed.model.to(DEVICE)
-    check_kernels(unwindowed, live_plan("wave_index").with_layer(1, sink=2))
+    check_kernels(loaded_tiny(DEVICE), live_plan("wave_index").with_layer(1, sink=2))
     assert checked[2:] == ["wave_index", "full"]
 
 

@@ -116,8 +116,7 @@ def test_without_kernels_or_profiler_the_reason_is_said():
     ],
 )
 def test_a_live_run_tells_its_stages(policy, offload, stages):
-    loaded = loaded_tiny()
-    loaded.model.to(DEVICE)
+    loaded = loaded_tiny(DEVICE)
     document = live(
         loaded, [single(SAMPLE)], live_plan(policy), decode=4, engine="fused", offload=offload, free=False
     )
