@@ -13,7 +13,6 @@ Run from the repository root: ``PYTHONPATH=. python benchmarks/live_speed.py --c
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch
 from prefill_speed import now, prefilled, prefilled_and_built, prompt, seconds
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kvtune.devices import release
 from kvtune.hardware import Hardware, step_cost, wave_traffic
 from kvtune.models import LoadedModel, Rope, adopt, attention_through, cached, load_model
 from kvtune.policies.plan import Plan
@@ -67,7 +67,7 @@ def main() -> None:
                 rows += [{**predicted(loaded, hardware, row), "prompt": options.prompt} for row in found]
             except torch.OutOfMemoryError:
                 print(f"{batch} x {context}: no room")
-            release()
+            release(loaded.device)
             if rows:
                 recording.record(rows, options.name)
     print(recording.table(rows))
@@ -103,7 +103,7 @@ def measure(
     full = median_ms(time_full_steps(loaded, cache, context, STEPS))
     rows = []
     for offload, fraction in [("none", 0.05), *(("cpu", fraction) for fraction in fractions)]:
-        release()
+        release(loaded.device)
         build, steps, decoder = decode(loaded, cache, context, batch, offload, fraction)
         held = sum(sum(layer.gpu_bytes().values()) for layer in decoder.layers)
         hits = page_hits(decoder)
@@ -124,7 +124,7 @@ def measure(
         del decoder
     if batch == 1:
         del cache
-        release()
+        release(loaded.device)
         together, left = prefilled_and_built(loaded, ids, PLAN)
         share = (together - prefill) / prefill
         rows.append(share_row("index_build_share_overlapped", share, prefill,
@@ -185,11 +185,6 @@ def page_hits(decoder: FusedDecoder) -> float | None:
         return None
     hits, asked = torch.stack(counted).sum((0, 1))[1].tolist()
     return hits / asked if asked else None
-
-
-def release() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def sequence(cache: Any, layer: int, number: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,6 +1,9 @@
-"""Where tensors are computed on."""
+"""Where tensors are computed on, and when it is at rest."""
 
 from __future__ import annotations
+
+import gc
+import time
 
 import torch
 
@@ -18,3 +21,17 @@ def choose_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError, ValueError):
         raise InputError(f"device '{device}' is not available here", "use cpu, cuda or auto") from None
     return place
+
+
+def seconds_at_rest(device: torch.device) -> float:
+    """The clock's seconds, once all that was asked of the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def release(device: torch.device) -> None:
+    """Give back what is no longer used, so that it counts as free."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

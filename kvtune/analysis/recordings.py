@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvtune.analysis.evaluate import LayerEvaluation, LayerTruth, build_index, evaluate, layer_truth
-from kvtune.devices import choose_device
+from kvtune.devices import choose_device, seconds_at_rest
 from kvtune.policies.base import Policy
 from kvtune.traces import Timeline, TimelineLayer, Trace
 
@@ -107,15 +105,9 @@ class Recordings:
 
     def _build(self, policy: Policy, timeline: int, layer: int) -> BuiltIndex:
         vectors = self.vectors(timeline, layer)
-        started = self._now()
+        started = seconds_at_rest(self.device)
         index = build_index(policy, vectors, self.timelines[timeline].prompt_length)
-        return BuiltIndex(index, self._now() - started, _tensor_bytes(index))
-
-    def _now(self) -> float:
-        """Seconds, when all that was asked of the device is done."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return BuiltIndex(index, seconds_at_rest(self.device) - started, _tensor_bytes(index))
 
     def _make_room(self) -> None:
         """Drop the indexes used longest ago, the newest never."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import platform
 import re
 from collections import defaultdict
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from kvtune import __version__
-from kvtune.devices import choose_device
+from kvtune.devices import choose_device, release
 from kvtune.errors import InputError, RunError
 from kvtune.hardware import device_measures, host_measures
 from kvtune.hardware.clock import graphed, seconds_of
@@ -108,7 +107,7 @@ def _measures(
 
     def steps() -> tuple[dict[str, Stage], float]:
         chosen = settings_for(place) if settings is None else settings
-        return measure_steps(chosen, place, repeats, lambda: _release(place), listener)
+        return measure_steps(chosen, place, repeats, lambda: release(place), listener)
 
     return {
         "device reads": lambda: device_measures.read_rate(place, stream, repeats),
@@ -139,7 +138,7 @@ def _measure(
         for what, measure in measures.items():
             step.advance(0, note=what)
             found[what] = measure()
-            _release(place)
+            release(place)
             step.advance()
     return _rounded(_described(place, name, estimation, found))
 
@@ -214,13 +213,6 @@ def _memory(place: torch.device) -> tuple[int, int]:
         return total, free
     total = host_measures.memory_bytes() or 8 * GIB
     return total, total
-
-
-def _release(place: torch.device) -> None:
-    """Let the last measurement's buffers go."""
-    gc.collect()
-    if place.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def device_title(place: torch.device) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from kvtune.devices import seconds_at_rest
 from kvtune.models import LoadedModel, attention_through
 
 
@@ -35,3 +36,7 @@ class Attached(ABC):
         self._through.__exit__(None, None, None)
         self._through = None
         self.start()
+
+    def _now(self) -> float:
+        """Seconds, with the device at rest."""
+        return seconds_at_rest(self.loaded.device)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvtune.devices import release
 from kvtune.errors import InputError
 from kvtune.models import LoadedModel, attention_through, cached
 from kvtune.policies.plan import Plan
@@ -19,7 +20,7 @@ from kvtune.runtime.engine import FUSED, TORCH, Engine, EngineOptions
 from kvtune.runtime.full_speed import time_full_steps
 from kvtune.runtime.fused_decoder import FusedDecoder, KeysValues, held_by
 from kvtune.runtime.fused_methods import plan_refusal
-from kvtune.runtime.greedy_steps import TRIALS, capture_step, greedy_steps, likeliest, release
+from kvtune.runtime.greedy_steps import TRIALS, capture_step, greedy_steps, likeliest
 from kvtune.runtime.kernel_check import check_kernels
 from kvtune.runtime.measurements import LiveRun, Predict
 from kvtune.runtime.prompt_batch import Prefilled, PromptBatch, prefill
@@ -88,12 +89,12 @@ class BatchRun:
 
     def check_room(self) -> None:
         """``InputError``, saying what would fit, where the device or the host has no room."""
-        release(self.loaded)
+        release(self.loaded.device)
         offloaded = self.offload == "cpu"
         check_batch(
             self.loaded.geometry,
             self.size,
-            self._decoder().rows(self.lengths),
+            max(self._decoder().rows(self.lengths), max(self.lengths) + self.new_tokens),
             self.cache_fraction if offloaded else None,
             free_bytes(self.loaded.device),
             free_host_bytes() if offloaded else None,
@@ -117,14 +118,14 @@ class BatchRun:
         """
         notes: list[str] = run.engine["notes"]
         try:
-            release(self.loaded)
+            release(self.loaded.device)
             found = self._measured(notes, progress or silent)
             run.batch = {**found, "predicted_step_ms": self._predicted(run, predict)}
         except KeyboardInterrupt:
             run.interrupted = True
         except torch.OutOfMemoryError:
             notes.append(f"{self.size} sequences together ran out of memory: the batch was not measured")
-        release(self.loaded)
+        release(self.loaded.device)
 
     def _measured(self, notes: list[str], progress: Progress) -> dict[str, Any]:
         if len(self.prompts) < self.size:

@@ -366,9 +366,3 @@ class FusedEngine(Attached):
         host = free_host_bytes() if self.offload == "cpu" else None
         row_bytes = geometry.kv_bytes_per_token // geometry.n_layers
         check_layers(geometry.n_layers, self._context + new_tokens, row_bytes, free, host)
-
-    def _now(self) -> float:
-        """Seconds, with the device at rest."""
-        if self.loaded.device.type == "cuda":
-            torch.cuda.synchronize(self.loaded.device)
-        return time.perf_counter()

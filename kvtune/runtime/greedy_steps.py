@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvtune.devices import seconds_at_rest
 from kvtune.models import LoadedModel
 from kvtune.runtime.fused_decoder import FusedDecoder
 
@@ -49,9 +48,9 @@ def greedy_steps(
     """``steps`` greedy tokens of every sequence, behind its ``first`` [B]."""
     tokens, seconds = [first], []
     for _ in range(steps):
-        started = _now(decoder.loaded)
+        started = seconds_at_rest(decoder.loaded.device)
         logits = decoder.step(tokens[-1])
-        seconds.append(_now(decoder.loaded) - started)
+        seconds.append(seconds_at_rest(decoder.loaded.device) - started)
         tokens.append(likeliest(decoder.loaded, logits))
         advance()
     return Decoded(torch.stack(tokens[1:], 1), seconds)
@@ -61,17 +60,3 @@ def likeliest(loaded: LoadedModel, logits: Tensor) -> Tensor:
     """Each row's most likely token [B] that does not end the text: every sequence goes on to the end."""
     banned = torch.tensor(sorted(loaded.eos_ids), dtype=torch.int64, device=logits.device)
     return logits.index_fill(1, banned, -torch.inf).argmax(1)
-
-
-def release(loaded: LoadedModel) -> None:
-    """Give back what is no longer used, so that it counts as free."""
-    gc.collect()
-    if loaded.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _now(loaded: LoadedModel) -> float:
-    """Seconds, with the device at rest."""
-    if loaded.device.type == "cuda":
-        torch.cuda.synchronize(loaded.device)
-    return time.perf_counter()

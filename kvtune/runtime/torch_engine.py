@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -195,9 +194,3 @@ class TorchEngine(Attached):
     def _check_rewound(self) -> None:
         if self._passed != self.length:
             raise ValueError("what full attention has added must be rewound before the plan goes on")
-
-    def _now(self) -> float:
-        """Seconds, with the device at rest."""
-        if self.loaded.device.type == "cuda":
-            torch.cuda.synchronize(self.loaded.device)
-        return time.perf_counter()
